@@ -6,6 +6,11 @@ import ml_dtypes
 import numpy as np
 
 
+def named_dtype(name: str) -> np.dtype:
+    """The dtype of a name that numpy or ml_dtypes has. Raises TypeError for any other name."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def holds_every(wide: np.dtype, narrow: np.dtype) -> bool:
     """Whether every number of the dtype `narrow` is one of the dtype `wide`.
 

@@ -15,9 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
+from jax_ucp.arrays.dtypes import named_dtype
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.ranges import ByteRange
@@ -227,7 +225,7 @@ def _array_info(shape: Any, name: Any) -> ArrayInfo:
     if not isinstance(name, str) or not is_dtype(name):
         raise _Fault(f"{name!r:.80} is not a dtype of arrays here")
     try:
-        return ArrayInfo(tuple(shape), np.dtype(getattr(ml_dtypes, name, name)))
+        return ArrayInfo(tuple(shape), named_dtype(name))
     except FormatError as error:
         raise _Fault(str(error)) from None
 

@@ -6,9 +6,9 @@ import base64
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from jax_ucp.arrays.dtypes import named_dtype
 from jax_ucp.codecs.pickle_writer import Call, Global, Instance, torch_dtype
 from jax_ucp.errors import UnsupportedLeaf
 
@@ -72,7 +72,7 @@ def from_json(value: Any) -> Any:
     """The value of JSON that `as_json` made, classes as names. Raises UnsupportedLeaf."""
     match value:
         case {"!array": str(data), "dtype": str(name), "shape": list(shape)}:
-            flat = np.frombuffer(base64.b64decode(data), _dtype(name))
+            flat = np.frombuffer(base64.b64decode(data), named_dtype(name))
             return flat.reshape(shape)
         case {"!record": str(name), "args": list(args), "fields": dict(fields)}:
             args, fields = from_json(args), from_json(fields)
@@ -108,12 +108,8 @@ _TAGS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "!text": (str, str),
     "!bytes": (str, base64.b64decode),
     "!wtf8": (str, lambda data: base64.b64decode(data).decode(errors="surrogatepass")),
-    "!dtype": (str, lambda name: torch_dtype(_dtype(name))),
+    "!dtype": (str, lambda name: torch_dtype(named_dtype(name))),
     "!tuple": (list, lambda items: tuple(map(from_json, items))),
     "!set": (list, lambda items: set(map(from_json, items))),
     "!dict": (list, lambda pairs: {from_json(key): from_json(item) for key, item in pairs}),
 }
-
-
-def _dtype(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name, name))

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
+
 from jax_ucp.arrays.extents import (
     ExtentTable,
     Region,
@@ -47,6 +49,7 @@ from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.placeholders import stand_in, why_missing
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.ranges import ByteRange, EdgesInMemory, FileRange, MemoryRange
+from jax_ucp.layout.box import Box
 
 __all__ = ["Record", "StoredTensor", "TorchFile", "TreeContents", "has_dtensors", "is_torch_file"]
 
@@ -135,6 +138,10 @@ class TorchFile(ExtentTable):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "tree": None}  # its tensors are in the table
+
+    def tensor(self, node: StoredTensor) -> np.ndarray:
+        """The elements of a tensor of the tree."""
+        return self.read(node.key, Box.whole(node.shape))
 
     def stored(self, key: str) -> StoredArray:
         """Where a tensor is stored. What is deflated is inflated here, and its CRC compared."""

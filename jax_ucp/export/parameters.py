@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.optimizer_groups import Group, plain_settings
-from jax_ucp.errors import TreeMismatch
+from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import Tensor
 from jax_ucp.tree import Leaf
 
@@ -125,6 +125,17 @@ def torch_groups(
     if unknown:
         add({}, list(unknown))
     return torch
+
+
+def one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str = "") -> np.ndarray | None:
+    """The step that all these parameters have; None if there are no parameters. Raises
+    UnsupportedLeaf, with `why` they need one step, if they differ.
+    """
+    different = {step.item(): name for name, step in steps.items()}
+    if len(different) > 1:
+        shown = ", ".join(f"{step} of {name}" for step, name in different.items())
+        raise UnsupportedLeaf(f"{why}, but here are {shown}", remedy=remedy)
+    return next(iter(steps.values()), None)
 
 
 def untold(groups: Sequence[Mapping[str, Any]], instead: str) -> Iterator[str]:

@@ -42,14 +42,14 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.options import NOTHING_TWICE, Options
 from jax_ucp.states import state_pairing
-from jax_ucp.states.opaque import unknown_notes
 from jax_ucp.states.optimizer_dicts import Steps
 from jax_ucp.states.pairing import Undecided
 from jax_ucp.states.state_paths import Places, UnknownModel, places
-from jax_ucp.text import is_encodable
+from jax_ucp.text import is_encodable, listed
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 
+_NAMES_SHOWN = 8
 _NO_MASTER = (
     "TransformerEngine's precision-aware optimizer keeps the low 16 bits of each master in its"
     " place, or masters of less precision; they are not put together here. Open with weights_only"
@@ -315,7 +315,12 @@ class ContentsBuilder:
 
     def contents(self) -> Contents:
         """The checkpoint."""
-        self.notes += unknown_notes(self.unknown)
+        if self.unknown:
+            self.notes.append(
+                "the files name classes that are not known here:"
+                f" {listed(sorted(self.unknown), _NAMES_SHOWN)}. Nothing was imported; their"
+                " objects are kept closed, as extras, and decide nothing"
+            )
         self._settle_copies()
         paths = sorted(self.params, key=lambda path: isinstance(self.params[path], Constant))
         names = dict(zip(paths, leaf_names(paths), strict=True))

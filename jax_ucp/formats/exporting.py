@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from jax_ucp.arguments import whole_number
 from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.dtypes import named_dtype
 from jax_ucp.codecs.pickle_json import values
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import File, peak_bytes
@@ -260,7 +260,7 @@ def _dtype(name: str | None) -> np.dtype | None:
     if name is None:
         return None
     try:
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        dtype = named_dtype(name)
     except TypeError:
         dtype = np.dtype(bool)
     if not is_floating(dtype):

@@ -76,11 +76,7 @@ class Facts:
 
         With `only`, those that are called so.
         """
-
-        def read(tensor: StoredTensor) -> np.ndarray:
-            return file.read(tensor.key, Box.whole(tensor.shape))
-
-        for path, value in _facts(tree, what, read):
+        for path, value in _facts(tree, what, file.tensor):
             called = path.partition("[")[0].rpartition(".")[2]
             if not only or called in only:
                 self.state(name, path, value, among)

@@ -40,6 +40,16 @@ def as_list(tree: Any) -> list[Any]:
     return tree if isinstance(tree, list) else []
 
 
+def config_in(extras: Mapping[str, Any], file: str = "config.json") -> Mapping[str, Any]:
+    """The config that was kept from a file among the extras; empty if there is none.
+
+    >>> config_in({"config.json": {"config": {"model_type": "llama"}}})["model_type"]
+    'llama'
+    """
+    config = extras.get(file, {}).get("config")
+    return config if isinstance(config, Mapping) else {}
+
+
 def group_with(groups: Iterable[Mapping[str, Any]], number: int) -> Mapping[str, Any]:
     """The first of an optimizer's groups that has the parameter of this number, or nothing.
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box, row_major_strides
 from jax_ucp.layout.box_index import LEAF_BOXES, BoxIndex
-from jax_ucp.layout.parts import Part, Shape, row_major
+from jax_ucp.layout.parts import Part, Shape, box_part, row_major
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,19 @@ class ParamLayout:
                     f"double claim: {sources[i]} and {sources[j]} of shard {shard} share elements,"
                     f" for {parts[i].target_box} and {parts[j].target_box}"
                 )
+
+
+def block_layout(shape: Sequence[int], boxes: Sequence[Box]) -> ParamLayout:
+    """The layout of an array whose shards are these blocks of it; a block without elements is a
+    shard, and has no part.
+
+    >>> layout = block_layout((4, 2), [Box((0, 0), (3, 2)), Box((3, 0), (4, 2))])
+    >>> layout.shards, [str(part.target_box) for part in layout.parts]
+    (((3, 2), (1, 2)), ['[0:3, 0:2]', '[3:4, 0:2]'])
+    """
+    shards = tuple([box.shape for box in boxes])
+    parts = [box_part(i, Box.whole(box.shape), box) for i, box in enumerate(boxes) if box.size]
+    return ParamLayout(tuple(shape), shards, tuple(parts))
 
 
 def _meeting_pairs(boxes: Sequence[Box], index: BoxIndex) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.fragments import ParamLayout, block_layout
 from jax_ucp.layout.parts import Part, Shape, box_part, range_parts
 
 __all__ = ["Averaged", "Fused", "Padded", "Pattern", "Replicated", "Sharded", "Unique"]
@@ -103,7 +103,7 @@ class Sharded:
         shape = list(shards[0])
         for axis, ends in zip(self.axes, edges, strict=True):
             shape[axis] = ends[-1]
-        parts: list[Part] = []
+        blocks: list[Box] = []
         for rank, (place, shard) in enumerate(zip(places, shards, strict=True)):
             target = Box.whole(shape)
             for axis, ends, i in zip(self.axes, edges, place, strict=True):
@@ -113,9 +113,8 @@ class Sharded:
                     f"{self}: shard {rank} has shape {shard} where its neighbours leave"
                     f" {target.shape}"
                 )
-            if target.size:
-                parts.append(box_part(rank, Box.whole(shard), target))
-        return ParamLayout(tuple(shape), tuple(shards), tuple(parts))
+            blocks.append(target)
+        return block_layout(shape, blocks)
 
 
 @dataclass(frozen=True)
@@ -360,9 +359,7 @@ def _copies(shards: Sequence[Shape]) -> ParamLayout:
             )
     if not shards:
         raise LayoutError("there are no shards")
-    whole = Box.whole(shards[0])
-    parts = tuple(box_part(rank, whole, whole) for rank in range(len(shards)) if whole.size)
-    return ParamLayout(shards[0], tuple(shards), parts)
+    return block_layout(shards[0], [Box.whole(shards[0])] * len(shards))
 
 
 def _resized(shape: Shape, axis: int, n: int) -> Shape:

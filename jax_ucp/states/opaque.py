@@ -14,9 +14,6 @@ from jax_ucp.codecs.unpickle import Opaque, children, walk
 from jax_ucp.errors import FormatError
 from jax_ucp.states.optimizer_dicts import Steps, head, joined, prefixes
 from jax_ucp.states.state_paths import has_word
-from jax_ucp.text import listed
-
-NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -90,14 +87,3 @@ def require_known(node: object) -> None:
             " that only its class can tell apart. Save its state_dict(), or its tensors in a dict,"
             " instead of the object"
         )
-
-
-def unknown_notes(names: Collection[str]) -> list[str]:
-    """A note on the classes and functions that files name and nobody here knows."""
-    if not names:
-        return []
-    shown = listed(sorted(names), NAMES_SHOWN)
-    return [
-        f"the files name classes that are not known here: {shown}. Nothing was imported;"
-        " their objects are kept closed, as extras, and decide nothing"
-    ]

@@ -8,7 +8,7 @@ one arrangement. Anything else raises Undecided: the states stay apart.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -155,7 +155,12 @@ def only_division(
         after: dict[tuple[int, ...], int] = {}
         came: dict[tuple[int, ...], tuple[tuple[int, ...], int | None]] = {}
         for at, count in ways.items():
-            for to, group in _moves(at, size, ends, partial(fits, name)):
+            # where the groups are full to if the name is in none of them, or in one that it fits
+            moves: list[tuple[tuple[int, ...], int | None]] = [(at, None)]
+            for group, place in enumerate(at):
+                if place + size <= ends[group] and fits(name, group, place):
+                    moves.append(((*at[:group], place + size, *at[group + 1 :]), group))
+            for to, group in moves:
                 if sum(to) >= needed:
                     after[to] = min(2, after.get(to, 0) + count)
                     came[to] = at, group
@@ -180,16 +185,6 @@ def only_division(
             places[name] = group, at[group]
         end = at
     return places
-
-
-def _moves(
-    at: tuple[int, ...], size: int, ends: Sequence[int], fits: Callable[[int, int], bool]
-) -> Iterator[tuple[tuple[int, ...], int | None]]:
-    """Where groups are full to after a name, and which one it is in: none, or one it fits."""
-    yield at, None
-    for group, place in enumerate(at):
-        if place + size <= ends[group] and fits(group, place):
-            yield (*at[:group], place + size, *at[group + 1 :]), group
 
 
 def only_filling(

@@ -20,8 +20,7 @@ from jax_ucp.files.protocol import FileInfo, Files
 from jax_ucp.files.ranges import FileRange
 from jax_ucp.layout.blocks import grid_boxes, grid_place
 from jax_ucp.layout.box import Box, row_major_strides
-from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.parts import box_part
+from jax_ucp.layout.fragments import block_layout
 from jax_ucp.universal.metadata import LinkedArray, Metadata, SourceFile
 from jax_ucp.universal.ocdbt import Value, ValueRange
 from jax_ucp.universal.zarr_files import chunk_name, linked_json
@@ -82,10 +81,9 @@ class LinkedChunks(ExtentTable):
         return {name: self._value(name, linked) for name, linked in self._linked.items()}
 
     def _value(self, name: str, linked: LinkedArray) -> Array:
-        info, whole = self.infos[name], Box.whole(linked.chunk)
-        boxes = list(grid_boxes(info.shape, linked.chunk))
-        parts = tuple([box_part(i, whole, box) for i, box in enumerate(boxes)])
-        layout = ParamLayout(info.shape, (linked.chunk,) * len(boxes), parts)
+        shape = self.infos[name].shape
+        boxes = list(grid_boxes(shape, linked.chunk))
+        layout = block_layout(shape, boxes)
         keys = [_key(name, i) for i in range(len(boxes))]
         return joined(name, layout, [Stored(self, key, self._arrays[key]) for key in keys])
 

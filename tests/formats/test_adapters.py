@@ -253,7 +253,10 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": float("nan")}, "lora_alpha is .*nan"),
     ({"lora_alpha": float("inf")}, "lora_alpha is .*inf"),
     ({"lora_alpha": [1]}, r"lora_alpha is \[1\]"),
-    ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\], where it should be whole numbers"),
+    (
+        {"rank_pattern": ["q_proj"]},
+        r"rank_pattern is \['q_proj'\], where it should be whole numbers",
+    ),
     ({"rank_pattern": {"q_proj": -1}}, "rank_pattern is {'q_proj': -1}"),
     ({"alpha_pattern": {"(a|.)+!" * 300: 1}}, "pattern of"),
     ({"alpha_pattern": {"(?=x)": 1}}, "cannot be matched"),

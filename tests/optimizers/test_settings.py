@@ -16,7 +16,7 @@ from helpers import contents_of
 from jax_ucp.arrays.optimizer_groups import Group, groups_of
 from jax_ucp.arrays.value import stated
 from jax_ucp.errors import TreeMismatch
-from jax_ucp.formats.megatron.groups import settings_of
+from jax_ucp.formats.megatron.parameters import settings_of
 from jax_ucp.formats.megatron.run import Args
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.settings import TrialUpdates, setting_faults

@@ -31,8 +31,8 @@ from jax_ucp.files.placeholders import stand_in
 from jax_ucp.files.source_files import note
 from jax_ucp.formats.nested import require_dict
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.parts import Shape, box_part
+from jax_ucp.layout.fragments import ParamLayout, block_layout
+from jax_ucp.layout.parts import Shape
 
 METADATA_FILE = ".metadata"
 # Of what was put through zstd, a byte may hold so many: a block has 4 at least, and inflates to 128
@@ -101,11 +101,10 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
 
     def layout(self) -> ParamLayout:
-        """Where the chunks lie; one without elements is of a rank that had nothing."""
-        sizes = tuple(chunk.sizes for chunk in self.chunks)
-        own = [(i, chunk) for i, chunk in enumerate(self.chunks) if 0 not in chunk.sizes]
-        parts = [box_part(i, Box.whole(chunk.sizes), chunk.box) for i, chunk in own]
-        return ParamLayout(self.shape, sizes, tuple(parts))
+        """The layout of the tensor over its chunks; a rank that had nothing wrote one without
+        elements.
+        """
+        return block_layout(self.shape, [chunk.box for chunk in self.chunks])
 
 
 @dataclass(frozen=True)

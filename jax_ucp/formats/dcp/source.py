@@ -97,10 +97,7 @@ class DcpSource(ExtentTable):
         """Where a chunk is stored; of codes what they stand for, all of it."""
         file, item = self._checked(key)
         if isinstance(item, CodedState):
-            parts = item.parts.items()
-            return item.values(
-                {name: file.read(part.key, Box.whole(part.shape)) for name, part in parts}
-            )
+            return item.values({name: file.tensor(part) for name, part in item.parts.items()})
         return file.stored(item.key)._replace(place=key)
 
     def locate(self, key: str, box: Box) -> Iterator[Piece]:

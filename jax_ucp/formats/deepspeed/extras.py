@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_ucp.arrays.beside import items_beside
 from jax_ucp.formats.deepspeed.files import StateFile
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.stage0 import unwrapped
-from jax_ucp.formats.deepspeed.zero import base_optimizer
 from jax_ucp.formats.nested import as_dict
 
 # Model-state entries that describe the tensors of the tree.
@@ -26,7 +24,7 @@ _LAYOUT = (
     *("group_paddings", "partition_count", "param_slice_mappings"),
     *("param_alignment_paddings", "zero_stage", "ds_zero_partition_groups"),
 )
-_OF_OPTIMIZER = ("_optim_states.pt", ".tensor.swp")
+OPTIMIZER_FILES = ("_optim_states.pt", ".tensor.swp")
 _NAMES_AND_SHAPES = "says which tensor is which; its content is in the tree's names and shapes"
 _OF_PARTITIONS = "describes the layout of the partitions, which whole parameters do not need"
 
@@ -42,7 +40,7 @@ def add_extras(slices: Slices) -> None:
         _add_of_optimizer(slices, stored, stored.state.get("optimizer") or {})
     for rank in slices.files.all_ranks:
         values = {**as_dict(rank.file.tree), **rank.state}
-        base = as_dict(base_optimizer(rank))
+        base = as_dict(rank.base_optimizer)
         if "param_groups" in base:
             values["param_groups"] = base["param_groups"]
         others = {name: value for name, value in values.items() if name not in _PARTITIONS}
@@ -72,12 +70,3 @@ def _add_of_optimizer(slices: Slices, stored: StateFile, optimizer: Mapping[str,
         for key in slices.builder.stored:
             if key.startswith(f"{stored.name}:optimizer/"):
                 slices.builder.leave(key, "state", ASIDE)
-
-
-def skip_other_files(slices: Slices, swap_files: Collection[str] = ()) -> None:
-    """Skip the files of the folder that were not read, each with the reason."""
-    read = {file.name for file in slices.files.all()} | {*swap_files}
-    for item in items_beside(slices.files.folder, read):
-        left_aside = slices.options.weights_only and item.where.endswith(_OF_OPTIMIZER)
-        reason = ASIDE if left_aside else "not one that DeepSpeed's engine reads"
-        slices.builder.skip(item.where, item.what, reason)

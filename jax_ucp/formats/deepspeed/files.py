@@ -14,7 +14,7 @@ import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,19 +24,17 @@ from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.facts import Facts
-from jax_ucp.formats.nested import as_dict, require_dict
-from jax_ucp.layout.box import Box
+from jax_ucp.formats.facts import COUNTS, RATES, Facts
+from jax_ucp.formats.nested import as_dict, group_with, require_dict
 
-_OPTIM = re.compile(
-    r"(?P<bf16>(?:bf16_)?)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
-)
-_MODEL = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
-_LAYER = re.compile(r"layer_(?P<layer>\d+)-(model_(?P<tp>\d+)-)?model_states\.pt")
-_EXPERT = re.compile(
-    r"(layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"
-)
-_EXPP = re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+# The engine's files by kind; the groups are the numbers in their names.
+_KINDS = {
+    "model states": re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"),
+    "optimizers": re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
+    "layers": re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt"),
+    "experts": re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt"),
+    "experts' optimizers": re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
+}
 
 # Entries that every file of one save has alike.
 _SAME = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
@@ -48,20 +46,24 @@ _WRAPPERS = (
 )
 
 
-# The numbers in a file's name.
-_Numbers = TypeVar("_Numbers")
+# The numbers in a file's name, and the names by kind and numbers.
+_Numbers = tuple[Any, ...]
+_Names = Mapping[str, Mapping[_Numbers, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class SwappedTensor(StoredTensor):
-    """A tensor whose elements are in another file, of this name below the folder."""
+    """A tensor whose elements are in another file; `file` is its path below the folder."""
 
     file: str = ""
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """A file of the checkpoint, and the dict in it that matters; `subfolder` ends with a slash."""
+    """A file of the checkpoint, and the dict in it that is read.
+
+    `subfolder` is the path of its folder below the checkpoint's, with a slash at the end.
+    """
 
     file: TorchFile
     state: Mapping[str, Any]
@@ -87,6 +89,17 @@ class Rank(StateFile):
         """The flat partitions of the parameters, by group, or under ZeRO-3 sub-group."""
         keys = ("single_partition_of_fp32_groups", "fp32_flat_groups")
         return next(self.state[key] for key in keys if key in self.state)
+
+    @property
+    def base_optimizer(self) -> Any:
+        """The state of the optimizer that ZeRO wraps: a dict, or a list of groups in an elastic
+        checkpoint.
+        """
+        return self.state.get("base_optimizer_state", self.state.get("optimizer_state_dict"))
+
+    def settings(self, index: int) -> Mapping[str, Any]:
+        """Hyper-parameters of a group or ZeRO-3 sub-group; elastic checkpoints have none."""
+        return group_with(as_dict(self.base_optimizer).get("param_groups") or (), index)
 
 
 @dataclass(frozen=True)
@@ -144,60 +157,36 @@ def is_checkpoint(path: FilePath) -> bool:
 
 
 def _is_own(name: str) -> bool:
-    return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT, _EXPP))
+    return any(pattern.fullmatch(name) for pattern in _KINDS.values())
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The names of the files of one tag, by the numbers in them.
-
-    `models` and `optimizers` are keyed (dp_rank, mp_rank), the rest as in `TagFiles`. Below ZeRO-3
-    the dp_rank of model states is None. `prefixes` of optimizer files are "bf16_", or nothing.
+def _file_names(folder: FilePath) -> _Names:
+    """The names of a tag's files by kind and by the numbers in them, in ascending order. A number
+    that is missing in a name is 0, but for the data-parallel rank of model states: below ZeRO-3 it
+    is None. Raises FormatError for two names of one rank.
     """
-
-    folder: FilePath
-    models: Mapping[tuple[int | None, int], str]
-    optimizers: Mapping[tuple[int, int], str]
-    prefixes: frozenset[str]
-    layers: Mapping[tuple[int, int], str]
-    experts: Mapping[tuple[int, int, int], str]
-    expert_optimizers: Mapping[tuple[int, int], str]
-
-
-def _parse_names(folder: FilePath) -> _Names:
-    names = sorted(path.name for path in folder.children() if path.is_file())
+    names: dict[str, dict[_Numbers, str]] = {kind: {} for kind in _KINDS}
     seen: dict[str, str] = {}
-    for name in filter(_is_own, names):
-        plain = _unpadded(name)
-        if plain in seen:
-            raise FormatError(
-                f"{folder} has {seen[plain]} and {name}, which are one rank's: remove the wrong one"
-            )
-        seen[plain] = name
-
-    def matches(pattern: re.Pattern[str]) -> list[re.Match[str]]:
-        return list(filter(None, map(pattern.fullmatch, names)))
-
-    optimizers, models = matches(_OPTIM), matches(_MODEL)
-    return _Names(
-        folder,
-        models={(None if m["dp"] is None else int(m["dp"]), int(m["mp"])): m[0] for m in models},
-        optimizers=_by_numbers(optimizers, "dp", "mp"),
-        prefixes=frozenset(m["bf16"] for m in optimizers),
-        layers=_by_numbers(matches(_LAYER), "layer", "tp"),
-        experts=_by_numbers(matches(_EXPERT), "layer", "expert", "mp"),
-        expert_optimizers=_by_numbers(matches(_EXPP), "ep", "mp"),
-    )
+    for name in sorted(path.name for path in folder.children() if path.is_file()):
+        for kind, pattern in _KINDS.items():
+            if (match := pattern.fullmatch(name)) is None:
+                continue
+            first = seen.setdefault(_unpadded(name), name)
+            if first != name:
+                raise FormatError(
+                    f"{folder} has {first} and {name}, which are one rank's: remove the wrong one"
+                )
+            absent = None if kind == "model states" else "0"
+            numbers = (absent if n is None else n for n in match.groups())
+            names[kind][tuple(n if n is None else int(n) for n in numbers)] = name
+    return {
+        kind: dict(sorted(of_kind.items(), key=lambda item: [n or 0 for n in item[0]]))
+        for kind, of_kind in names.items()
+    }
 
 
 def _unpadded(name: str) -> str:
     return re.sub(r"\d+", lambda digits: str(int(digits[0])), name)
-
-
-def _by_numbers(matches: Iterable[re.Match[str]], *groups: str) -> dict[Any, str]:
-    """File names by the numbers in them, in ascending order; a missing number is 0."""
-    names = {tuple(int(match[group] or 0) for group in groups): match[0] for match in matches}
-    return dict(sorted(names.items()))
 
 
 @dataclass(frozen=True)
@@ -221,78 +210,73 @@ class _RunDegrees:
 
 
 def open_files(folder: FilePath, weights_only: bool = False) -> TagFiles:
-    """The files of one tag; with `weights_only` of the optimizer only those of masters.
+    """The files of one tag; with `weights_only`, of the optimizer only those that have masters.
 
-    Raises FormatError, naming the file, where one is missing, or of another run or step; with
-    `weights_only` of optimizer files only for ZeRO-3's, which alone keep its weights.
+    Raises FormatError, naming the file, if one is missing, or of another run or step. With
+    `weights_only` a fault of optimizer files is recorded as `unusable`, except under ZeRO-3, which
+    keeps the weights in them alone.
     """
-    names = _parse_names(folder)
-    first = (0 if _is_zero3(names) else None), 0
-    if first not in names.models:
+    names = _file_names(folder)
+    model_names, optimizer_names = names["model states"], names["optimizers"]
+    first = (0 if _is_zero3(folder, names) else None), 0
+    if first not in model_names:
         raise FormatError(
             f"{folder}/{_model_name(*first)} is missing; without it nothing says what the buffers"
             " hold"
         )
-    models = _open_all(folder, names.models)
+    models = _open_all(folder, model_names)
     run = _parse_run(names, models[first], zero3=first[0] is not None)
     _check_models(folder, models, run)
     optimizer = next((m for m in models.values() if as_dict(m.state.get("optimizer"))), None)
-    if names.optimizers and optimizer:
+    if optimizer_names and optimizer:
         raise FormatError(
             f"{folder / optimizer.name} has an optimizer's states, as a run without ZeRO writes"
-            f" it, but {min(names.optimizers.values())} lies beside it: files of two runs are"
-            " in one folder. Remove those of the other run"
+            f" it, but {min(optimizer_names.values())} lies beside it: files of two runs are in one"
+            " folder. Remove those of the other run"
         )
-    expert_names = {} if weights_only else names.expert_optimizers
-    for ep, mp in sorted(expert_names):
+    expert_names = {} if weights_only else names["experts' optimizers"]
+    for ep, mp in expert_names:
         if ep and (ep - 1, mp) not in expert_names:
             raise FormatError(
                 f"{folder}/expp_rank_{ep - 1}_mp_rank_{mp:02d}_optim_states.pt is missing, but"
                 f" {expert_names[ep, mp]} is there"
             )
-    # The weights of ZeRO-3 are in its optimizer files alone.
     ranks: list[list[Rank]] = [[] for _ in range(run.mp_world)]
     unusable = ""
     try:
-        ranks = _optimizers(names, run, weights_only)
+        if optimizer_names:
+            ranks = _optimizers(folder, optimizer_names, run, weights_only)
     except (FormatError, OSError) as error:
         if run.zero3 or not weights_only:
             if isinstance(error, FormatError) and not run.zero3:
                 error.at(way_out="weights_only")
             raise
         unusable = str(error)
-    layers = _open_all(folder, names.layers)
+    layers, experts = (_open_all(folder, names[kind]) for kind in ("layers", "experts"))
     expert_optimizers = _open_all(folder, expert_names)
     _check_saved_as([*models.values(), *layers.values(), *expert_optimizers.values()])
+    by_rank = [[models[dp, mp] for dp in run.model_ranks] for mp in range(run.mp_world)]
     return TagFiles(
-        folder,
-        run.pp,
-        run.tp,
-        run.zero3,
-        [[models[dp, mp] for dp in run.model_ranks] for mp in range(run.mp_world)],
-        ranks,
-        layers,
-        _open_all(folder, names.experts),
-        expert_optimizers,
-        unusable,
+        *(folder, run.pp, run.tp, run.zero3, by_rank, ranks),
+        *(layers, experts, expert_optimizers, unusable),
     )
 
 
-def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[_Numbers, StateFile]:
+def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[Any, StateFile]:
     opened = opened_files(folder, names.values(), partial(open_stored, equal={}))
     return {numbers: opened[name] for numbers, name in names.items()}
 
 
-def _is_zero3(names: _Names) -> bool:
+def _is_zero3(folder: FilePath, names: _Names) -> bool:
     """Whether the files are ZeRO-3's. Raises FormatError for model states of several stages."""
-    if not names.models:
-        states = (open_stored(names.folder / name).state for name in names.optimizers.values())
+    if not (models := names["model states"]):
+        states = (open_stored(folder / name).state for name in names["optimizers"].values())
         return any("fp32_flat_groups" in s.get("optimizer_state_dict", ()) for s in states)
-    of_zero3 = [name for (dp, _), name in names.models.items() if dp is not None]
-    others = [name for (dp, _), name in names.models.items() if dp is None]
+    of_zero3 = [name for (dp, _), name in models.items() if dp is not None]
+    others = [name for (dp, _), name in models.items() if dp is None]
     if of_zero3 and others:
         raise FormatError(
-            f"{names.folder} has model states of ZeRO-3 ({min(of_zero3)}) and of another"
+            f"{folder} has model states of ZeRO-3 ({min(of_zero3)}) and of another"
             f" stage ({min(others)}): two saves with different settings are in one"
             " folder. Remove the files of the older one"
         )
@@ -300,9 +284,9 @@ def _is_zero3(names: _Names) -> bool:
 
 
 def _parse_run(names: _Names, model: StateFile, zero3: bool) -> _RunDegrees:
-    """The degrees (pp, tp, data-parallel) that the model states, or names of files, have."""
+    """The degrees (pp, tp, data-parallel) by the model states, or else by the names of files."""
     state = model.state
-    data_ranks = {dp for dp, _ in names.optimizers}
+    data_ranks = {dp for dp, _ in names["optimizers"]}
     world = _count(state, "dp_world_size", max(len(data_ranks), 1))
     if zero3:
         world = mics_ranks(model) or world
@@ -311,15 +295,16 @@ def _parse_run(names: _Names, model: StateFile, zero3: bool) -> _RunDegrees:
         return _RunDegrees(
             model.name, int(degrees["pp_degree"]), int(degrees["tp_degree"]), world, zero3
         )
-    model_ranks = {mp for _, mp in names.models}
+    model_ranks = {mp for _, mp in names["model states"]}
     mp_world = _count(state, "mp_world_size", len(model_ranks))
-    layer_ranks = {tp for _, tp in names.layers}
+    layer_ranks = {tp for _, tp in names["layers"]}
     tp = len(layer_ranks) or mp_world
     return _RunDegrees(model.name, max(1, mp_world // tp), tp, world, zero3)
 
 
 def mics_ranks(model: StateFile) -> int:
-    """Over how many ranks MiCS shards a parameter, or 0; only those of the first copy save.
+    """The number of ranks over which MiCS shards a parameter, or 0 without MiCS. Only the ranks of
+    the first copy save.
 
     Source: `runtime/zero/mics.py`, up to DeepSpeed 0.19.5.
     """
@@ -365,33 +350,34 @@ def _check_models(
         _refuse_copies(zip(models.values(), tensors, strict=True), what)
 
 
-def _optimizers(names: _Names, run: _RunDegrees, weights_only: bool) -> list[list[Rank]]:
-    """The optimizer files by model-parallel rank, or none. Raises FormatError for other ranks'."""
-    if not names.optimizers:
-        return [[] for _ in range(run.mp_world)]
-    if len(names.prefixes) > 1:
+def _optimizers(
+    folder: FilePath, names: Mapping[_Numbers, str], run: _RunDegrees, weights_only: bool
+) -> list[list[Rank]]:
+    """The optimizer files by model-parallel rank. Raises FormatError for those of other ranks."""
+    prefixes = {name.partition("zero_pp_rank")[0] for name in names.values()}
+    if len(prefixes) > 1:
         raise FormatError(
-            f"{names.folder} has optimizer files with and without the prefix bf16_: two saves with"
+            f"{folder} has optimizer files with and without the prefix bf16_: two saves with"
             " different settings are in one folder. Remove the files of the older one"
         )
-    (prefix,) = names.prefixes
+    (prefix,) = prefixes
     places = [(dp, mp) for mp in range(run.mp_world) for dp in range(run.world)]
     for dp, mp in places:
-        if (dp, mp) not in names.optimizers:
+        if (dp, mp) not in names:
             raise FormatError(
-                f"{names.folder}/{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt is"
+                f"{folder}/{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt is"
                 f" missing: the run had {run.world} data-parallel ranks, and each holds a part of"
                 " every parameter group"
             )
-    for (dp, mp), name in sorted(names.optimizers.items()) if not weights_only else ():
+    for (dp, mp), name in names.items() if not weights_only else ():
         if dp >= run.world or mp >= run.mp_world:
-            data_ranks = {rank for rank, _ in names.optimizers}
+            data_ranks = {rank for rank, _ in names}
             raise FormatError(
-                f"{names.folder} has optimizer files of {len(data_ranks)} ranks, but {run.model}"
+                f"{folder} has optimizer files of {len(data_ranks)} ranks, but {run.model}"
                 f" was written by {run.world}; {name} belongs to another run, or to an earlier save"
                 " on more ranks"
             )
-    opened = _open_all(names.folder, {place: names.optimizers[place] for place in places})
+    opened = _open_all(folder, {place: names[place] for place in places})
     ranks: list[list[Rank]] = [[] for _ in range(run.mp_world)]
     for (dp, mp), stored in opened.items():
         ranks[mp].append(_as_rank(dp, stored, run))
@@ -403,9 +389,11 @@ def _optimizers(names: _Names, run: _RunDegrees, weights_only: bool) -> list[lis
 
 
 def _refuse_copies(parts: Iterable[tuple[StateFile, Sequence[StoredTensor]]], what: str) -> None:
-    """Raise FormatError where two ranks' files have the same `what`: one is a copy.
+    """Raise FormatError if the files of two ranks have the same tensors: one is a copy.
 
-    Checksums tell which two to compare. Parts of padding alone are zeros in several files.
+    `parts` are the files with the tensors that differ from rank to rank, which messages call
+    `what`. Only files with equal checksums are read and compared. Parts that are padding alone are
+    zeros in several files.
     """
     first_with: dict[tuple[tuple[int, int], ...], tuple[StateFile, Sequence[StoredTensor]]] = {}
     for stored, tensors in parts:
@@ -413,8 +401,7 @@ def _refuse_copies(parts: Iterable[tuple[StateFile, Sequence[StoredTensor]]], wh
         other, others = first_with.setdefault(checksums, (stored, tensors))
         if not checksums or other is stored or len(tensors) != len(others):
             continue
-        mine = [stored.file.read(tensor.key, Box.whole(tensor.shape)) for tensor in tensors]
-        theirs = [other.file.read(tensor.key, Box.whole(tensor.shape)) for tensor in others]
+        mine, theirs = list(map(stored.file.tensor, tensors)), list(map(other.file.tensor, others))
         # tensors of one value are those that ranks may share
         varied = any(np.any(array != array.flat[0]) for array in mine if array.size)
         if varied and all(map(same_bits, mine, theirs)):
@@ -426,7 +413,7 @@ def _refuse_copies(parts: Iterable[tuple[StateFile, Sequence[StoredTensor]]], wh
 
 
 def open_stored(path: FilePath, equal: dict[Hashable, TreeContents] | None = None) -> StateFile:
-    """A file of the checkpoint; ranks whose files have equal pickles share what is in `equal`."""
+    """A file of the checkpoint, opened. Files with equal pickles share the objects in `equal`."""
     file = TorchFile(path, equal=equal)
     state = require_dict(file.tree, f"{path}: the file")
     module = state.get("module")
@@ -439,8 +426,8 @@ def open_stored(path: FilePath, equal: dict[Hashable, TreeContents] | None = Non
 
 
 def _named(module: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The names of a module and what they are of. Megatron-DeepSpeed without pipelines saves dicts
-    of modules in dicts (`state_dict_for_save_checkpoint` in its `megatron/model/gpt_model.py`).
+    """The entries of a module by full name. Megatron-DeepSpeed without pipelines saves dicts of
+    modules in dicts (`state_dict_for_save_checkpoint` in its `megatron/model/gpt_model.py`).
 
     >>> dict(_named({"a": {"b": {"w": 1}, "_extra_state": {"c": 2}}}))
     {'a.b.w': 1, 'a._extra_state': {'c': 2}}
@@ -454,6 +441,9 @@ def _named(module: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _as_rank(dp: int, stored: StateFile, run: _RunDegrees) -> Rank:
+    """The optimizer file of a data-parallel rank. Raises FormatError if it is of another stage or
+    world size.
+    """
     path = stored.file.path
     what = f"{path}: optimizer_state_dict"
     state = require_dict(stored.state.get("optimizer_state_dict"), what)
@@ -485,7 +475,7 @@ def _as_rank(dp: int, stored: StateFile, run: _RunDegrees) -> Rank:
 
 
 def _check_saved_as(files: Iterable[StateFile]) -> None:
-    """Raise FormatError where torch.save wrote a file under the name of another rank's.
+    """Raise FormatError if torch.save wrote a file under another rank's name.
 
     Nothing else says whose ZeRO-3's partitions and frozen fragments are, which tensor-parallel rank
     files without ZeRO are of, nor whose experts' moments they have.
@@ -504,3 +494,49 @@ def _check_saved_as(files: Iterable[StateFile]) -> None:
 
 def _model_name(dp: int | None, mp: int) -> str:
     return f"{'' if dp is None else f'zero_pp_rank_{dp}_'}mp_rank_{mp:02d}_model_states.pt"
+
+
+def check_facts(files: TagFiles, weights_only: bool = False) -> None:
+    """Raise FormatError unless all files, or with `weights_only` those of weights, are of one step.
+
+    Counters, loss scaler and overflow are reduced over all ranks; groups of parameters are alike in
+    a pipeline stage (`state_dict` in `runtime/zero/stage_1_and_2.py`, `stage3.py` and
+    `runtime/bf16_optimizer.py` of DeepSpeed 0.19.8).
+    """
+    facts = Facts(files.folder)
+    for mp, models in enumerate(files.models):
+        stage = mp // files.tp
+        for model in models:
+            # The rest of a scheduler's state may be of each rank's own losses.
+            file, name, state = model.file, model.name, model.state
+            scheduler = state.get("lr_scheduler")
+            facts.state_all(file, name, "lr_scheduler", scheduler, only=COUNTS)
+            facts.state_all(file, name, "lr_scheduler", scheduler, stage, only=RATES)
+            facts.state_all(file, name, "iteration", state.get("iteration"))
+            if not weights_only:
+                facts.state_all(file, name, "optimizer", _rates(state.get("optimizer")), stage)
+    for mp, ranks in enumerate(files.ranks):
+        for rank in ranks:
+            stage, file, name = mp // files.tp, rank.file, rank.name
+            for what in ("loss_scaler", "overflow"):
+                facts.state_all(file, name, what, rank.state.get(what))
+            base = rank.base_optimizer
+            if isinstance(base, list):  # an elastic checkpoint, which has no groups
+                states = dict(enumerate(base))
+            else:
+                facts.state_all(file, name, "optimizer", _rates(base), stage)
+                states = as_dict(as_dict(base).get("state"))
+            for index, state in states.items():
+                if isinstance(state, dict):
+                    facts.state_all(file, name, f"step of group {index}", state.get("step"), stage)
+    for (_, mp), stored in files.expert_optimizers.items() if not weights_only else ():
+        rates = _rates(stored.state.get("optimizer"))
+        facts.state_all(stored.file, stored.name, "optimizer", rates, mp // files.tp)
+
+
+def _rates(optimizer: Any) -> Mapping[str, Any]:
+    """The param groups of an optimizer of torch, or of one that DeepSpeed wraps."""
+    if not isinstance(optimizer, dict):
+        return {}
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    return {"param_groups": inner.get("param_groups")} if isinstance(inner, dict) else {}

@@ -17,7 +17,6 @@ from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed.files import Rank, StateFile, TagFiles
 from jax_ucp.formats.deepspeed.tensor_parallel import affine_layout
-from jax_ucp.formats.deepspeed.zero import param_group
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
@@ -48,7 +47,7 @@ def teams(
         return _zero3_teams(index, ranks, metadata, models)
     counts, world = ranks[0].state.get("partition_count"), len(ranks)
     share = counts[index] if isinstance(counts, list) else world
-    if param_group(ranks[0], index).get("moe"):
+    if ranks[0].settings(index).get("moe"):
         # For each expert-parallel rank the positions of the `share` ranks of its experts.
         ep = world // share
         by_ep = [range(e, world, ep) for e in range(ep)]

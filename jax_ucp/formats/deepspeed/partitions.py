@@ -28,7 +28,7 @@ from jax_ucp.formats.deepspeed.codes import (
 from jax_ucp.formats.deepspeed.files import Rank, TagFiles
 from jax_ucp.formats.deepspeed.parameters import read_value
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
-from jax_ucp.formats.deepspeed.zero import PartitionGroup, group, param_group, param_shapes, touched
+from jax_ucp.formats.deepspeed.zero import PartitionGroup, group, param_shapes, touched
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.text import listed
 
@@ -64,7 +64,7 @@ class Team:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        return param_group(self.group.ranks[0], self.index)
+        return self.group.ranks[0].settings(self.index)
 
     @cached_property
     def names(self) -> Mapping[str, str]:
@@ -116,7 +116,7 @@ def add_partitions(slices: Slices) -> None:
     _add_muon_steps(slices, all_teams)
     # Adam has moments by its settings: none may be stored after steps.
     steps = slices.files.models[0][0].state.get("global_steps")
-    settings = [param_group(rank, 0) for rank in slices.files.all_ranks[:1]]
+    settings = [rank.settings(0) for rank in slices.files.all_ranks[:1]]
     adam = any("betas" in group and not group.get("use_muon") for group in settings)
     stored = {state for state, _ in slices.states} - {"param"}
     if adam and steps and not stored and not weights_only:

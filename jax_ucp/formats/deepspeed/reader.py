@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from jax_ucp.arrays.beside import items_beside
 from jax_ucp.arrays.contents import About, Contents
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
-from jax_ucp.formats.deepspeed.extras import add_extras, skip_other_files
-from jax_ucp.formats.deepspeed.facts import check_facts
+from jax_ucp.formats.deepspeed.extras import OPTIMIZER_FILES, add_extras
 from jax_ucp.formats.deepspeed.files import (
     TagFiles,
+    check_facts,
     is_checkpoint,
     open_files,
     tag_folder,
@@ -24,7 +25,7 @@ from jax_ucp.formats.deepspeed.files import (
 from jax_ucp.formats.deepspeed.modules import add_module, names_in
 from jax_ucp.formats.deepspeed.parameters import Joins, make_parameters
 from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
-from jax_ucp.formats.deepspeed.slices import Slices
+from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.stage0 import add_numbered_states
 from jax_ucp.formats.deepspeed.swapped import with_swapped
 from jax_ucp.options import Options
@@ -85,7 +86,11 @@ def parse(path: FilePath, options: Options) -> Contents:
         patterns.check_used(names)
     make_parameters(slices, joins)
     add_extras(slices)
-    skip_other_files(slices, swap_files)
+    read_files = {file.name for file in files.all()} | {*swap_files}
+    for item in items_beside(folder, read_files):
+        left_aside = options.weights_only and item.where.endswith(OPTIMIZER_FILES)
+        reason = ASIDE if left_aside else "not one that DeepSpeed's engine reads"
+        builder.skip(item.where, item.what, reason)
     return builder.contents()
 
 

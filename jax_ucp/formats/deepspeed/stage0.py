@@ -21,13 +21,14 @@ from jax_ucp.formats.deepspeed.codes import (
     plain_name,
 )
 from jax_ucp.formats.deepspeed.slices import Slices
-from jax_ucp.formats.deepspeed.stage0_optimizers import (
+from jax_ucp.formats.deepspeed.stage0_pairing import (
+    Places,
     StageZero,
     optimizers_of,
+    places_of,
     sizes_of,
     unwrapped,
 )
-from jax_ucp.formats.deepspeed.stage0_pairing import Places, places_of
 from jax_ucp.formats.nested import group_with
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout

@@ -39,6 +39,8 @@ ROWS = "parameter_with_row_parallelism_patterns"
 HALVES = "parameter_with_2_sub_params_cat_dim_0"
 VOCABULARY = "vocabulary_parameter_patterns"
 _PIPELINE = "pipeline_replicated_parameter_patterns"
+EXPERTS = "expert_parameter_patterns"  # which decides how atoms are written, and none is read by it
+SUB_PARAMS = "parameter_with_sub_params"
 LISTS = (REPLICATED, AVERAGED, ROWS, HALVES, VOCABULARY)
 
 _SPEC = "Say how slices form parameters in a spec (spec=, --spec)"
@@ -49,9 +51,10 @@ _VERSION, _AFFINE_VERSION = 0.4, 1
 
 @dataclass(frozen=True)
 class _SubParams:
-    """Arrays side by side along `axis`: of lengths `shape[axis]`, or so many equal ones.
+    """Arrays side by side along `axis`, whose lengths are `shape[axis]`; if that is a number, it is
+    the number of arrays of equal length.
 
-    A length of -1 on another axis is whatever it is.
+    A length of -1 on another axis stands for any length.
     """
 
     patterns: Sequence[str]
@@ -60,11 +63,11 @@ class _SubParams:
 
     @classmethod
     def of(cls, entry: Any) -> _SubParams:
-        """By a `SubparamShape`, which is a dict, or an instance in a pickle."""
+        """The arrays that a `SubparamShape` describes: a dict, or an instance in a pickle."""
         fields: Any = entry.fields if isinstance(entry, Record) else entry
         shape = tuple(tuple(n) if isinstance(n, list | tuple) else n for n in fields["shape"])
         named = {"patterns": fields["patterns"]}
-        patterns = pattern_list(named, "patterns", "parameter_with_sub_params")
+        patterns = pattern_list(named, "patterns", SUB_PARAMS)
         return cls(patterns, shape, int(fields["partition_dim"]))
 
     def lengths(self, slices: Sequence[Shape], what: str) -> Sequence[int]:
@@ -99,18 +102,19 @@ class TensorParallel:
         affine_map = self.info.get("affine_map") or {}
         self.maps: Mapping[str, Any] = affine_map.get("params") or {}
         self.sub_params: dict[str, tuple[int, _SubParams]] = {}  # the first come first
-        for sub in map(_SubParams.of, self.info.get("parameter_with_sub_params") or ()):
+        for sub in map(_SubParams.of, self.info.get(SUB_PARAMS) or ()):
             for pattern in sub.patterns:
                 self.sub_params.setdefault(pattern, (len(self.sub_params), sub))
         self._lists = {
-            key: dict.fromkeys(pattern_list(self.info, key, path)) for key in (*LISTS, _PIPELINE)
+            key: dict.fromkeys(pattern_list(self.info, key, path))
+            for key in (*LISTS, EXPERTS, _PIPELINE)
         }
         self._cutting = dict.fromkeys(chain(*map(self._lists.__getitem__, LISTS), self.sub_params))
         self._unsupported: Mapping[str, Any] = dict(
             self.info.get("autotp_unsupported_parameter_patterns") or {}
         )
-        listed = (self._cutting, self._lists[_PIPELINE], self.maps, self._unsupported)
-        self._patterns = NamePatterns(list(chain(*listed)), path)
+        others = (self._lists[EXPERTS], self._lists[_PIPELINE], self.maps, self._unsupported)
+        self._patterns = NamePatterns(list(chain(self._cutting, *others)), path)
         version = self.info.get("universal_checkpoint_version", 0.0)
         affine = affine_map.get("version", _AFFINE_VERSION)
         if version > _VERSION or affine > _AFFINE_VERSION:
@@ -134,9 +138,10 @@ class TensorParallel:
             return affine_layout(
                 self.maps[affine], slices, f"{self.path}: the affine map of {name}"
             )
-        listed = {key for key in LISTS if self._hit(self._lists[key], name, key) is not None}
-        pattern = self._cut(name, slices, listed)
-        if VOCABULARY in listed:
+        for key in LISTS:
+            self._hit(self._lists[key], name, key)  # raises FormatError for several patterns of one
+        pattern = self._cut(name, slices)
+        if VOCABULARY in self.lists_of(name):
             vocab = self.sizes.get("vocab", self.info.get("original_vocab_size"))
             if not isinstance(vocab, int):
                 raise FormatError(
@@ -180,10 +185,22 @@ class TensorParallel:
                 f" {unused}. What they were meant for would be joined on its first axis. {_SPEC}"
             )
 
-    def _cut(self, name: str, slices: Sequence[Shape], listed: Collection[str]) -> Pattern:
-        """How a parameter in these lists is cut, in DeepSpeed's order of precedence."""
+    def lists_of(self, name: str) -> set[str]:
+        """The lists that have a parameter."""
+        matching = self._patterns.matching(name)
+        return {key for key, patterns in self._lists.items() if not matching.isdisjoint(patterns)}
+
+    def sub_params_of(self, name: str) -> tuple[str, _SubParams | None]:
+        """The first pattern of sub-parameters that a parameter matches, and the sub-parameters."""
+        matching = [p for p in self._patterns.matching(name) if p in self.sub_params]
+        pattern = min(matching, key=lambda pattern: self.sub_params[pattern][0], default="")
+        return pattern, self.sub_params[pattern][1] if pattern else None
+
+    def _cut(self, name: str, slices: Sequence[Shape]) -> Pattern:
+        """The pattern by which a parameter is cut, in DeepSpeed's order of precedence."""
         if len(slices) == 1:
             return Unique()
+        listed = self.lists_of(name)
         if REPLICATED in listed:
             return Replicated()
         if AVERAGED in listed:
@@ -191,14 +208,15 @@ class TensorParallel:
         if HALVES in listed:
             halves = tuple(shape[0] // 2 for shape in slices)
             return Fused(0, {"first": halves, "second": halves})
-        matching = self._patterns.matching(name)
-        if parted := [pattern for pattern in matching if pattern in self.sub_params]:
-            pattern = min(parted, key=lambda pattern: self.sub_params[pattern][0])
-            return self._fused(name, slices, self.sub_params[pattern][1], pattern)
+        pattern, sub = self.sub_params_of(name)
+        if sub:
+            return self._fused(name, slices, sub, pattern)
         return Sharded(1 if ROWS in listed else 0)
 
     def _fused(self, name: str, slices: Sequence[Shape], sub: _SubParams, pattern: str) -> Pattern:
-        """Several arrays, each cut by itself: their widths on each rank; before 0.4 even ones."""
+        """The pattern of several arrays, each cut by itself: into the recorded widths on each rank,
+        or before version 0.4 evenly.
+        """
         what = f"{self.path}: the sub-parameters {sub.shape} of {name}"
         lengths = sub.lengths(slices, what)
         if not self.widths_recorded:

@@ -18,8 +18,14 @@ from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed import moe
-from jax_ucp.formats.deepspeed.facts import check_facts
-from jax_ucp.formats.deepspeed.files import StateFile, TagFiles, mics_ranks, open_files, open_stored
+from jax_ucp.formats.deepspeed.files import (
+    StateFile,
+    TagFiles,
+    check_facts,
+    mics_ranks,
+    open_files,
+    open_stored,
+)
 from jax_ucp.formats.deepspeed.zero import param_shapes
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.nested import as_dict, as_list, group_with

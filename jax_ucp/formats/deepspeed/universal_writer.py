@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,26 +22,28 @@ import numpy as np
 from jax_ucp.arrays.optimizer_groups import plain_settings
 from jax_ucp.codecs.pickle_writer import Call, Global, Instance, has_dtype
 from jax_ucp.codecs.zip_writer import torch_file
-from jax_ucp.errors import FormatError, UnsupportedLeaf
+from jax_ucp.errors import UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import (
     CAST_FIRST,
     Parameters,
     is_floating,
+    one_step,
     torch_groups,
     untold,
 )
 from jax_ucp.formats.deepspeed.tensor_parallel import (
     AVERAGED,
+    EXPERTS,
     HALVES,
-    LISTS,
     REPLICATED,
     ROWS,
+    SUB_PARAMS,
     VOCABULARY,
+    TensorParallel,
 )
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.name_patterns import NamePatterns, pattern_list
 
 # The version whose format this is; the loader refuses folders that name none.
 DS_VERSION = "0.19.8"
@@ -61,8 +62,6 @@ _OPTIMIZER = re.compile(
 _OWN_MODEL_KEYS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "optimizer")
 _OPTIMIZER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version")
 _MADE_ANEW = ("zero_stage", "ds_config", "partition_count", "group_paddings")
-
-_EXPERTS = "expert_parameter_patterns"  # a list that atoms are written by, and none is read by
 
 Extras = Mapping[str, Mapping[str, Any]]
 
@@ -94,22 +93,19 @@ def plan_files(
     for group in groups:
         own = {name: steps[name] for name in group["params"] if name in steps}
         why = "DeepSpeed loads no group whose parameters differ in their step"
-        _one_step(own, why, "Export to another format")
+        one_step(own, why, "Export to another format.")
     why = "ZeRO-3 has one step for all parameters"
-    step = _one_step(steps, why, "Export for ZeRO-1 or 2") if stage == 3 else None
+    step = one_step(steps, why, "Export for ZeRO-1 or 2.") if stage == 3 else None
     counted = model.get("global_steps")
     global_steps = counted if type(counted) is int else int(max(steps.values(), default=0))
     tag = f"global_step{global_steps}_universal"
     # a file for each state of each parameter, but for the step of ZeRO-3
     info, files = _cutting(model), list[File]()
-    lists = {key: frozenset(_list(info, key)) for key in (*LISTS, _EXPERTS)}
-    parts: dict[str, tuple[int, Any]] = {}  # numbered: the first has precedence
-    for sub in info.get("parameter_with_sub_params") or ():
-        for pattern in _list({"patterns": _attributes(sub)["patterns"]}, "patterns"):
-            parts.setdefault(pattern, (len(parts), sub))
-    patterns = NamePatterns(chain(*lists.values(), parts), "universal_checkpoint_info")
+    instances = info.get(SUB_PARAMS) or ()
+    plain = [sub.state if isinstance(sub, Instance) else sub for sub in instances]
+    rules = TensorParallel({**info, SUB_PARAMS: plain}, 1, "universal_checkpoint_info", {})
     for name, states in owned.items():
-        cut = _how_to_cut(states["param"], lists, parts, patterns.matching(name))
+        cut = _how_to_cut(rules, name, states["param"].shape)
         for state, tensor in states.items():
             path = f"{tag}/zero/{name}/{'fp32' if state == 'param' else state}.pt"
             if state != "step":
@@ -191,17 +187,6 @@ def carries(file: str, name: str) -> bool:
     )
 
 
-def _one_step(steps: Mapping[str, np.ndarray], why: str, remedy: str) -> Any:
-    """The step of all these parameters, or None. Raises UnsupportedLeaf, with `why`."""
-    different = {step.item(): name for name, step in steps.items()}
-    if len(different) > 1:
-        raise UnsupportedLeaf(
-            f"{why}, but here are"
-            f" {', '.join(f'{step} of {name}' for step, name in different.items())}. {remedy}."
-        )
-    return next(map(_number, steps.values()), None)
-
-
 def _number(step: np.ndarray) -> Any:
     """A step as optimizers keep it: a tensor in torch's, an int in DeepSpeed's."""
     return int(step) if step.dtype.kind in "iu" else step
@@ -230,34 +215,27 @@ def _faults(name: str, states: Mapping[str, Tensor]) -> Iterable[str]:
         yield f"step of {name} has shape {list(states['step'].shape)}, and is not a number"
 
 
-def _list(info: Mapping[str, Any], key: str) -> Sequence[str]:
-    return pattern_list(info, key, "universal_checkpoint_info")
-
-
-def _how_to_cut(
-    tensor: Tensor,
-    lists: Mapping[str, frozenset[str]],
-    parts: Mapping[str, tuple[int, Any]],
-    matching: frozenset[str],
-) -> dict[str, Any]:
+def _how_to_cut(rules: TensorParallel, name: str, shape: Shape) -> dict[str, Any]:
     """The fields of an atom from which ranks cut their slices, in the converter's precedence.
-
-    `matching` are patterns of the lists and of `parts` that match; in `parts` the first counts.
+    Raises FormatError if sub-parameters do not fit the shape.
     """
-    listed = {key for key, patterns in lists.items() if not matching.isdisjoint(patterns)}
-    parted = [parts[pattern] for pattern in matching if pattern in parts]
-    sub = min(parted, key=itemgetter(0))[1] if parted else None
+    listed, (_, sub) = rules.lists_of(name), rules.sub_params_of(name)
     cut: dict[str, Any] = {"cat_dim": int(ROWS in listed)}
     if REPLICATED in listed or AVERAGED in listed:
         cut = {}
     elif HALVES in listed:
         cut = {"cat_dim": 0, "param_n_sub_params": 2}
-    elif sub is not None:
-        cut = {"sub_param_shape": _sub_param_shape(sub, tensor)}
+    elif sub:
+        # versions before 0.4 store a number of equal parts, others widths
+        lengths = list(sub.shape)
+        lengths[sub.axis] = tuple(sub.lengths([shape], f"the sub-parameters of {name}"))
+        state = {"patterns": list(sub.patterns), "shape": tuple(lengths)}
+        kind = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+        cut = {"sub_param_shape": Instance(kind, {**state, "partition_dim": sub.axis})}
     if VOCABULARY in listed:
         cut["vocab_tensor"] = True
-    if _EXPERTS in listed:
-        cut |= {"is_expert_param": True, "ep_num_experts": tensor.shape[0]}
+    if EXPERTS in listed:
+        cut |= {"is_expert_param": True, "ep_num_experts": shape[0]}
     return cut
 
 
@@ -271,28 +249,6 @@ def _cutting(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sub_param_shape(sub: Any, tensor: Tensor) -> Instance:
-    """The `SubparamShape` of an atom. Raises FormatError if equal parts do not divide the axis.
-
-    Versions before 0.4 store a number of equal parts, others widths.
-    """
-    fields = _attributes(sub)
-    shape, axis = list(fields["shape"]), fields["partition_dim"]
-    if isinstance(shape[axis], int):
-        if shape[axis] < 1 or tensor.shape[axis] % shape[axis]:
-            raise FormatError(
-                f"universal_checkpoint_info has {shape[axis]} equal parts of {tensor.shape[axis]}"
-                " rows"
-            )
-        shape[axis] = (tensor.shape[axis] // shape[axis],) * shape[axis]
-    state = {"patterns": list(fields["patterns"]), "shape": tuple(shape), "partition_dim": axis}
-    return Instance(Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"), state)
-
-
-def _attributes(sub: Any) -> Mapping[str, Any]:
-    return sub.state if isinstance(sub, Instance) else sub
-
-
 def _optimizer_state(
     optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], step: Any, stage: int
 ) -> dict[str, Any]:
@@ -302,7 +258,7 @@ def _optimizer_state(
     state["param_groups"] = [{**group, "params": [number]} for number, group in enumerate(groups)]
     state["param_groups"] += [{"params": []} for _ in range(GROUPS - len(groups))]
     if stage == 3:
-        counted = {} if step is None else {"step": step}
+        counted = {} if step is None else {"step": _number(step)}
         # The loader of ZeRO-3 gives all groups of the run the settings of the first one here: those
         # in which all agree.
         plain = list(map(plain_settings, groups))

@@ -23,7 +23,7 @@ from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError
 from jax_ucp.formats.deepspeed.codes import RankCodes, flattened, split_codes
 from jax_ucp.formats.deepspeed.files import Rank, StateFile
-from jax_ucp.formats.nested import as_dict, group_with, require_dict
+from jax_ucp.formats.nested import require_dict
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
 
@@ -98,7 +98,7 @@ def group(
 ) -> PartitionGroup:
     """A group of parameters, and its states on `ranks`. Raises FormatError for lengths."""
     masters = [rank.masters[index] for rank in ranks]
-    is_muon = any(param_group(rank, index).get("use_muon") for rank in ranks)
+    is_muon = any(rank.settings(index).get("use_muon") for rank in ranks)
     by_name = {} if weights_only else _states_by_name(index, ranks, is_muon)
     codes, parts, states = split_codes(by_name)
     # Muon's momentum may be of whole parameters below ZeRO-3: it does not say how long a partition
@@ -179,7 +179,7 @@ def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
 def _states_by_name(index: int, ranks: Sequence[Rank], is_muon: bool) -> dict[str, list[Any]]:
     states: list[dict[str, Any]] = []
     for rank in ranks:
-        base = base_optimizer(rank)
+        base = rank.base_optimizer
         if isinstance(base, list):  # an elastic checkpoint, which has a list of groups
             states.append(dict(base[index]))
             continue
@@ -273,16 +273,6 @@ def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank, model: str) -> di
             " or belongs to another run"
         )
     return dict(zip(shapes, map(int, paddings[index]), strict=True))
-
-
-def base_optimizer(rank: Rank) -> Any:
-    """The state of the optimizer that ZeRO wraps."""
-    return rank.state.get("base_optimizer_state", rank.state.get("optimizer_state_dict"))
-
-
-def param_group(rank: Rank, index: int) -> Mapping[str, Any]:
-    """Hyper-parameters of a group or ZeRO-3 sub-group; elastic checkpoints have none."""
-    return group_with(as_dict(base_optimizer(rank)).get("param_groups") or (), index)
 
 
 def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:

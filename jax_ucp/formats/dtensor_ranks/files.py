@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,16 +29,21 @@ METADATA = "metadata.pkl"
 # Kinds of verl's, and of others by the same names.
 MODEL, OPTIM = "model", "optim"
 WHOLE = "checkpoint"  # the item that has all others
-_ITEM = re.compile(r"([\w.-]+)_(0|[1-9]\d{0,6})\.pt")
-_NAME = re.compile(r"(model|optim|extra_state)_world_size_([1-9]\d{0,6})_rank_(0|[1-9]\d{0,6})\.pt")
+_ITEM = re.compile(r"(?P<item>[\w.-]+)_(?P<rank>0|[1-9]\d{0,6})\.pt")
+_NAME = re.compile(
+    r"(?P<item>model|optim|extra_state)_world_size_(?P<world_size>[1-9]\d{0,6})"
+    r"_rank_(?P<rank>0|[1-9]\d{0,6})\.pt"
+)
+_ByRank = dict[str, dict[int, str]]  # the files of each item by rank
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of a save by kind, in the order of ranks; `fsdp_config` is what its writer says.
+    """The files of a save by item, in the order of ranks.
 
-    `states` are the kinds that the model and its optimizer are in; without them, those that have
-    DTensors, or all of one rank. Of other kinds each rank's file is its own.
+    `states` are the items that the model and its optimizer are in. If it is empty, they are the
+    items that have DTensors, or all items if one rank wrote the save. Any other item is a file of
+    each rank's own. `fsdp_config` is the content of `fsdp_config.json`.
     """
 
     folder: FilePath
@@ -49,12 +54,12 @@ class RankFiles:
     fsdp_config: Mapping[str, Any] = field(default_factory=dict)
 
     def steps_of(self, kind: str) -> Steps:
-        """Where the tree in the files of a kind is in that of the save."""
+        """The path in the save's tree at which the trees in the files of an item lie."""
         return () if [*self.names] == [WHOLE] else (kind,)
 
 
 def of_rank(name: str, rank: int) -> str:
-    """The file of another rank that has what this one has.
+    """The name of the file in which another rank has the same item.
 
     >>> of_rank("model_world_size_2_rank_0.pt", 1), of_rank("model_0.pt", 1)
     ('model_world_size_2_rank_1.pt', 'model_1.pt')
@@ -67,54 +72,59 @@ def is_rank_file(name: str) -> bool:
 
 
 def has_rank_files(folder: FilePath) -> bool:
-    """Whether a folder has files of ranks. `ITEM_R.pt` may be of epochs too: they are of ranks if
-    `metadata.pkl` lies beside them, or one has DTensors.
+    """Whether a folder has files of ranks. `ITEM_R.pt` may also count epochs: such files are of
+    ranks if `metadata.pkl` lies beside them, or one of them has DTensors.
     """
     names = [child.name for child in folder.children()] if folder.is_dir() else []
     if any(map(is_rank_file, names)):
         return True
-    firsts = [
-        name for found in _by_item(names).values() for rank, name in found.items() if not rank
-    ]
+    firsts = [files[0] for files in _by_rank(names, _ITEM).values() if 0 in files]
     return bool(firsts) and (METADATA in names or any(has_dtensors(folder / n) for n in firsts))
 
 
 def rank_files(folder: FilePath) -> RankFiles:
     """The files of the one save in a folder. Raises FormatError if not all are there."""
     names = [child.name for child in folder.children()]
-    return _named(folder) if any(map(is_rank_file, names)) else _items(folder, names)
-
-
-def _by_item(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """The files by item and rank."""
-    items: dict[str, dict[int, str]] = defaultdict(dict)
-    for match in filter(None, map(_ITEM.fullmatch, names)):
-        items[match[1]][int(match[2])] = match[0]
-    return items
-
-
-def _items(folder: FilePath, names: Collection[str]) -> RankFiles:
-    items = _by_item(names)
-    world_size = 1 + max(rank for found in items.values() for rank in found)
+    if any(map(is_rank_file, names)):
+        return _of_verl(folder, names)
+    items = _by_rank(names, _ITEM)
     written = _written(folder / METADATA) if METADATA in names else {}
-    world_size = max([world_size, *(1 + max(ranks) for ranks in written.values())])
-    for item in [*written, *items]:
-        for rank in range(world_size):
-            if rank not in items.get(item, ()):
-                raise FormatError(
-                    f"{folder / f'{item}_{rank}.pt'} is missing: each of {world_size} ranks wrote"
-                    " one"
-                )
+    world_size = 1 + max(rank for ranks in (*items.values(), *written.values()) for rank in ranks)
+    every = {item: items.get(item, {}) for item in (*items, *written)}
     writer = "torch_checkpointing"
     if not written and [*items] == [WHOLE]:
         writer = "torch.distributed.checkpoint._experimental"
-    in_order = {item: [found[rank] for rank in range(world_size)] for item, found in items.items()}
-    return RankFiles(folder, world_size, in_order, writer)
+    return RankFiles(folder, world_size, _in_order(folder, every, world_size), writer)
+
+
+def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> _ByRank:
+    files: _ByRank = defaultdict(dict)
+    for match in filter(None, map(pattern.fullmatch, names)):
+        files[match["item"]][int(match["rank"])] = match[0]
+    return files
+
+
+def _in_order(folder: FilePath, items: _ByRank, world_size: int) -> dict[str, Sequence[str]]:
+    """The files of each item in the order of ranks. Raises FormatError unless there is one of each
+    rank.
+    """
+    for item, files in items.items():
+        if missing := [rank for rank in range(world_size) if rank not in files]:
+            name = of_rank(next(iter(files.values()), f"{item}_0.pt"), missing[0])
+            raise FormatError(
+                f"{folder / name} is missing: each of {world_size} ranks wrote one, and"
+                f" {len(missing)} are not there"
+            )
+        if (last := max(files)) >= world_size:
+            raise FormatError(
+                f"{folder / files[last]} is of rank {last}, but the ranks are 0 to {world_size - 1}"
+            )
+    return {item: [files[rank] for rank in range(world_size)] for item, files in items.items()}
 
 
 def _written(path: FilePath) -> dict[str, list[int]]:
-    """The ranks that wrote each item, as the `metadata.pkl` at the path has it. Raises FormatError
-    where it is another file, or a rank wrote an item to another file than `ITEM_R.pt`.
+    """The ranks that wrote each item, by the `metadata.pkl` at the path. Raises FormatError if it
+    is another file, or a rank wrote an item to another file than `ITEM_R.pt`.
     """
     with naming(path):
         items = as_dict(load(path.read_bytes(), {})).get("metadata")
@@ -137,35 +147,20 @@ def _written(path: FilePath) -> dict[str, list[int]]:
     return ranks
 
 
-def _named(folder: FilePath) -> RankFiles:
-    ranks: dict[int, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
-    for child in folder.children():
-        if match := _NAME.fullmatch(child.name):
-            kind, world_size, rank = match[1], int(match[2]), int(match[3])
-            ranks[world_size][kind][rank] = child.name
-    if len(ranks) > 1:
-        sizes = " and of ".join(map(str, sorted(ranks)))
-        names = [name for kinds in ranks.values() for name in next(iter(kinds.values())).values()]
+def _of_verl(folder: FilePath, names: Sequence[str]) -> RankFiles:
+    """The files of verl or SkyRL, whose names have the number of ranks."""
+    matches = filter(None, map(_NAME.fullmatch, names))
+    first_of_size = {int(match["world_size"]): match[0] for match in matches}
+    if len(first_of_size) > 1:
+        sizes = sorted(first_of_size)
         raise FormatError(
-            f"{folder} has files of {sizes} ranks, such as {names[0]} and {names[-1]}: two saves"
-            " lie in it. Put those that are not meant into another folder"
+            f"{folder} has files of {' and of '.join(map(str, sizes))} ranks, such as"
+            f" {first_of_size[sizes[0]]} and {first_of_size[sizes[-1]]}: two saves lie in it. Put"
+            " those that are not meant into another folder"
         )
-    ((world_size, of_kind),) = ranks.items()
-    in_order: dict[str, Sequence[str]] = {}
-    for kind, found in of_kind.items():
-        if missing := [rank for rank in range(world_size) if rank not in found]:
-            name = f"{kind}_world_size_{world_size}_rank_{missing[0]}.pt"
-            raise FormatError(
-                f"{folder / name} is missing: each of {world_size} ranks wrote one, and"
-                f" {len(missing)} are not there"
-            )
-        if extra := sorted(found.keys() - set(range(world_size))):
-            raise FormatError(
-                f"{folder / found[extra[0]]} is of rank {extra[0]}, but the ranks are 0 to"
-                f" {world_size - 1}"
-            )
-        in_order[kind] = [found[rank] for rank in range(world_size)]
-    if "model" not in in_order:
+    (world_size,) = first_of_size
+    in_order = _in_order(folder, _by_rank(names, _NAME), world_size)
+    if MODEL not in in_order:
         raise FormatError(
             f"{folder} has no model_world_size_{world_size}_rank_0.pt: the weights of the model"
             " were not saved, or not copied"

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor, unreadable
@@ -45,7 +43,6 @@ from jax_ucp.formats.facts import COUNTS, RATES, Facts
 from jax_ucp.formats.nested import as_dict
 from jax_ucp.formats.state_dicts import GONE, keep_proved, nested_leaves, without_tensors
 from jax_ucp.formats.weight_files import CONFIG, read_json
-from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import Shape, box_part
 from jax_ucp.layout.patterns import Replicated
@@ -172,9 +169,6 @@ class _Saved:
             if name in self.files:
                 yield rank, name, self.files[name]
 
-    def read(self, name: str, tensor: StoredTensor) -> np.ndarray:
-        return self.files[name].read(tensor.key, Box.whole(tensor.shape))
-
 
 _Parts = Mapping[Steps, Sequence[RankPart]]
 
@@ -206,9 +200,8 @@ def _whole(saved: _Saved, path: Steps, parts: Sequence[RankPart]) -> _Whole:
     specs: list[TensorSpec] = []
     for part in parts:
         if isinstance(part.node, DTensor):
-            read = partial(saved.read, part.file)
             with naming(folder / part.file, label):
-                specs.append(spec_of(part.node, part.rank, read))
+                specs.append(spec_of(part.node, part.rank, saved.files[part.file].tensor))
     found = {part.rank for part in parts}
     for wanted in [spec.mesh.ranks for spec in specs] or [range(saved.ranks.world_size)]:
         if missing := sorted(set(wanted) - found):

@@ -175,11 +175,6 @@ def _unknown(architecture: str, metadata: Mapping[str, Any]) -> str:
         is_finite = isinstance(value, float) and math.isfinite(value)
         if not is_finite and not isinstance(value, int | str):
             return f"{key} is not a number that holds for all layers"
-    return _unlike(architecture, metadata)
-
-
-def _unlike(architecture: str, metadata: Mapping[str, Any]) -> str:
-    """A missing key, or one with a value that a config has no place for; empty if there is none."""
     if missing := [key for key in _NEEDED.get(architecture, ()) if key not in metadata]:
         return f"{missing[0]} is missing"
     if _LOCAL_THETA in metadata and architecture != "gemma3":

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import UnsupportedLeaf
+from jax_ucp.formats.nested import config_in
 
 MARK = "outputs_first"  # in the source of a checkpoint: the first of such weights
 
@@ -24,10 +25,10 @@ _WEIGHT = re.compile(r".*\b(c_attn|q_attn|c_proj|c_fc)\.weight")
 
 
 def turned(method: str, extras: Mapping[str, Any], weights: Iterable[str]) -> str:
-    """The first dequantised weight that the model's class transposes (Conv1D), or ""."""
-    config = extras.get("config.json", {}).get("config")
-    model = config.get("model_type") if isinstance(config, Mapping) else None
-    if method not in _METHODS or model not in _MODELS:
+    """The first dequantised weight that the model's class has transposed (Conv1D); empty if there
+    is none.
+    """
+    if method not in _METHODS or config_in(extras).get("model_type") not in _MODELS:
         return ""
     return next(filter(_WEIGHT.fullmatch, weights), "")
 

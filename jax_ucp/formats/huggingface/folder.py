@@ -33,6 +33,7 @@ from jax_ucp.formats.huggingface.training_folder import (
     training_beside,
     weights_of,
 )
+from jax_ucp.formats.nested import config_in
 from jax_ucp.formats.peft.config import LORA, method_of
 from jax_ucp.formats.safetensors import reader as safetensors
 from jax_ucp.formats.safetensors.rank_files import ranks_of
@@ -223,8 +224,8 @@ def _inventory(
     for reason, names in noted.items():
         imported.notes += _notes(reason, names)
     if is_adapter:
-        config = imported.extras.get("adapter_config.json", {}).get("config")
-        base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+        config = config_in(imported.extras, "adapter_config.json")
+        base = config.get("base_model_name_or_path")
         method = method_of(config)
         applied = f"only {LORA} is merged, not {method or 'what its config does not name'}"
         if method == LORA:

@@ -25,6 +25,7 @@ from jax_ucp.arrays.contents import STORED, Contents, QuantizedWeight, how_to_op
 from jax_ucp.arrays.evaluate import expressions
 from jax_ucp.arrays.value import Array
 from jax_ucp.formats.huggingface import conv1d
+from jax_ucp.formats.nested import config_in
 from jax_ucp.formats.packed_experts import with_own_scales
 from jax_ucp.formats.quantized import ggml
 from jax_ucp.formats.quantized.schemes import why_unread
@@ -135,7 +136,18 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
     if dequantize or (dequantize is None and not weights):
         contents = _without_cache_scales(contents, weights)
     if not weights:
-        return replace(contents, notes=[*contents.notes, *_notes_without(contents, method)])
+        notes = [*contents.notes]
+        if method and contents.source.get("dequantize") is None:
+            notes.append(
+                f"the config declares weights quantised with {method}, but none is stored so: they"
+                " are taken as they are"
+            )
+        if scales := _cache_scales(contents):
+            notes.append(
+                f"{len(scales)} tensors, the first {scales[0].label}, are named as scales of a"
+                " quantised cache of keys and values: they say nothing of weights"
+            )
+        return replace(contents, notes=notes)
     if dequantize:
         # the settings of single weights in the headers of safetensors, by name (torchao)
         every = [own for own in contents.extras.values() if isinstance(own, Mapping)]
@@ -233,7 +245,7 @@ def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         named = (str(settings[key] or "") for key in _METHODS if key in settings)
         if method := next(named, "MLX" if is_mlx else otherwise):
             # DeepSeek-V4 has it beside the settings, and V4.1 among them
-            experts = _item(extras.get("config.json", {}).get("config"), "expert_dtype")
+            experts = config_in(extras).get("expert_dtype")
             return method, settings if experts is None else {"expert_dtype": experts, **settings}
     return "", {}
 
@@ -360,20 +372,6 @@ def _labelled(weight: QuantizedWeight, leaves: Mapping[str, Leaf]) -> QuantizedW
 def _imported(contents: Contents) -> bool:
     """Whether an importer made the tree, and not a JAX program, which knows its leaves."""
     return contents.source.get("format", contents.format) not in ("universal", "orbax", "memory")
-
-
-def _notes_without(contents: Contents, method: str) -> Iterator[str]:
-    """Notes on what is declared of quantisation where no weight is quantised."""
-    if method and contents.source.get("dequantize") is None:
-        yield (
-            f"the config declares weights quantised with {method}, but none is stored so: they are"
-            " taken as they are"
-        )
-    if scales := _cache_scales(contents):
-        yield (
-            f"{len(scales)} tensors, the first {scales[0].label}, are named as scales of a"
-            " quantised cache of keys and values: they say nothing of weights"
-        )
 
 
 def _cache_scales(contents: Contents) -> list[Leaf]:

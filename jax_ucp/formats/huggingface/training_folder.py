@@ -30,9 +30,10 @@ from jax_ucp.files.path import FilePath
 from jax_ucp.files.placeholders import stand_in, why_missing
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
+from jax_ucp.formats.nested import config_in
 from jax_ucp.formats.packed_experts import PackedParameter, in_memory
 from jax_ucp.formats.state_dicts import Tree, keep_extras, keep_proved
-from jax_ucp.formats.weight_files import CONFIG, keep_configs, read_json
+from jax_ucp.formats.weight_files import keep_configs, read_json
 from jax_ucp.formats.weight_names import WeightSave
 from jax_ucp.options import HF_DECAY, MODULE_ORDER, Options, rule_of
 from jax_ucp.states.opaque import WeightsPlace
@@ -261,12 +262,12 @@ class _ModelOf:
 
     def types(self) -> list[str]:
         """The model types that a config may mean; none of code that is not in transformers."""
-        config = self._config(CONFIG)
+        config = config_in(self.imported.extras)
         if config.get("auto_map"):
             return []
         if isinstance(model_type := config.get("model_type"), str):
             return [model_type]
-        adapter = self._config("adapter_config.json").get("auto_mapping")
+        adapter = config_in(self.imported.extras, "adapter_config.json").get("auto_mapping")
         library = adapter.get("parent_library") if isinstance(adapter, dict) else None
         module = _MODULE.match(str(library))
         if module is None:
@@ -275,11 +276,7 @@ class _ModelOf:
 
     def release(self) -> str:
         """The release of transformers that wrote the config; empty if it does not say."""
-        return str(self._config(CONFIG).get("transformers_version", ""))
-
-    def _config(self, name: str) -> Mapping[str, Any]:
-        config = self.imported.extras.get(name, {}).get("config")
-        return config if isinstance(config, dict) else {}
+        return str(config_in(self.imported.extras).get("transformers_version", ""))
 
 
 def _model_orders(model: _ModelOf, labels: Mapping[str, str]) -> ModelOrders:

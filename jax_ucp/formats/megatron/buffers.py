@@ -37,7 +37,7 @@ from jax_ucp.formats.megatron.model import (
 )
 from jax_ucp.formats.megatron.run import Args
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.fragments import ParamLayout, block_layout
 from jax_ucp.layout.parts import Part, Shape, box_part
 
 
@@ -323,10 +323,8 @@ def cut_of(shape: Shape, boxes: Sequence[Box], ranks: int) -> ParamLayout:
     (((4, 3), (4, 3)), ['[0:2, 0:3]', '[4:6, 0:3]'])
     """
     boxes = sorted(set(boxes))
-    whole = Box.whole(shape)
-    if boxes == [whole]:
-        copies = [box_part(rank, whole, whole) for rank in range(ranks)]
-        return ParamLayout(shape, (shape,) * ranks, tuple(copies))
+    if boxes == [Box.whole(shape)]:
+        return block_layout(shape, boxes * ranks)
     cut_axes = {axis for box in boxes for axis, n in enumerate(box.shape) if n != shape[axis]}
     sizes = {box.shape for box in boxes}
     if len(cut_axes) != 1 or len(sizes) != 1 or len(boxes) % ranks:

@@ -51,7 +51,6 @@ from jax_ucp.formats.megatron.dist_flat import (
 from jax_ucp.formats.megatron.dist_names import group_key, is_flat, is_fully_reshardable, state_of
 from jax_ucp.formats.megatron.dist_run import RUN_CONFIG
 from jax_ucp.formats.megatron.dist_tensors import tensor_states
-from jax_ucp.formats.megatron.groups import group_decays, is_decayed, settings_of
 from jax_ucp.formats.megatron.model import EMBEDDING, is_expert
 from jax_ucp.formats.megatron.numbered import beside_tensors
 from jax_ucp.formats.megatron.parameters import (
@@ -62,12 +61,14 @@ from jax_ucp.formats.megatron.parameters import (
     add_notes,
     add_parameter,
     are_rounded,
+    group_decays,
     has_remainders,
+    is_decayed,
+    settings_of,
     unpadded,
 )
 from jax_ucp.formats.megatron.run import about, require_folder
 from jax_ucp.formats.nested import as_dict, as_list
-from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.options import Options
 from jax_ucp.text import listed
@@ -365,7 +366,7 @@ def optimizer_groups(files: DistFiles) -> Groups:
         found = by_experts[any([group[key] for group in groups if key in group] or [i])]
         tensor = as_dict(inner.get("state")).get("common_step")
         if isinstance(tensor, StoredTensor) and tensor.shape == ():
-            value = files.common.read(tensor.key, Box((), ())).item()
+            value = files.common.tensor(tensor).item()
             found.append(OptimizerGroup(value, f"{files.common_name}:{tensor.key}"))
         found += _groups(inner, f"{files.common_name}:optimizer")
     facts = Facts(files.folder)

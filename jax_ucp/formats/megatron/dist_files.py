@@ -32,7 +32,6 @@ from jax_ucp.formats.megatron.model import StoredRun
 from jax_ucp.formats.megatron.run import Args, args_of, check_iteration, iteration_folder
 from jax_ucp.formats.nested import as_dict, require_dict
 from jax_ucp.json_text import decode_json
-from jax_ucp.layout.box import Box
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 TRAIN_STATE = "train_state.pt"  # of Megatron-Bridge
@@ -214,7 +213,7 @@ def _check_train_state(folder: FilePath, iteration: Any) -> None:
     state = TorchFile(path)
     step = as_dict(state.tree).get("step")
     if isinstance(step, StoredTensor) and step.shape == ():
-        step = state.read(step.key, Box((), ())).item()
+        step = state.tensor(step).item()
         check_iteration(path, folder, step)
         if isinstance(iteration, int) and step != iteration:
             raise FormatError(

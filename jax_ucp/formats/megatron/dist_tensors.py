@@ -24,8 +24,8 @@ from jax_ucp.formats.megatron.dist_names import (
 )
 from jax_ucp.formats.megatron.model import Blocks, StoredRun, gate_and_up, join_gated
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.parts import Shape, box_part
+from jax_ucp.layout.fragments import block_layout
+from jax_ucp.layout.parts import Shape
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def tensor_states(importer: ContentsBuilder, files: DistFiles, weights_only: boo
 
     states: dict[str, dict[str, Array]] = {}
     boxes: dict[str, Sequence[Box]] = {}
-    layout = cache(run_layout)  # experts by the thousand have few, each of which is proved once
+    layout = cache(block_layout)  # experts by the thousand have few, each of which is proved once
     for state, params in by_state.items():
         for name, (shape, runs) in join_gated(params).items():
             arrays = [  # a stored tensor, or a part of one
@@ -105,9 +105,3 @@ def _unstacked(files: DistFiles, key: str, model: str) -> Blocks:
                 " run, or the metadata is damaged"
             )
     return unstacked(model, shape, runs)
-
-
-def run_layout(shape: Shape, boxes: Sequence[Box]) -> ParamLayout:
-    """The layout of a tensor over its runs' blocks, of which some may have no elements."""
-    parts = [box_part(i, Box.whole(box.shape), box) for i, box in enumerate(boxes) if box.size]
-    return ParamLayout(shape, tuple(box.shape for box in boxes), tuple(parts))

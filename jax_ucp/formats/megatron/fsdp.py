@@ -36,7 +36,6 @@ from jax_ucp.formats.dcp.source import DcpSource, chunk_key
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.megatron.checks import check_whole, of_model, refuse_difference
 from jax_ucp.formats.megatron.dist_files import checkpoint_folder, without_backend
-from jax_ucp.formats.megatron.dist_tensors import run_layout
 from jax_ucp.formats.megatron.model import (
     BUFFERS,
     StoredRun,
@@ -65,7 +64,7 @@ from jax_ucp.formats.megatron.run import (
     require_folder,
 )
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import ParamLayout
+from jax_ucp.layout.fragments import ParamLayout, block_layout
 from jax_ucp.layout.parts import Part, Shape
 from jax_ucp.layout.patterns import Replicated
 from jax_ucp.options import Options
@@ -312,7 +311,7 @@ def _whole(
 def _joined(
     importer: ContentsBuilder, name: str, shape: Shape, runs: Sequence[StoredRun], ranks: int = 1
 ) -> Array:
-    layout = regrouped(run_layout(shape, [run.target for run in runs]), ranks)
+    layout = regrouped(block_layout(shape, [run.target for run in runs]), ranks)
     return importer.joined(name, layout, [run.key for run in runs])
 
 

@@ -27,7 +27,6 @@ from jax_ucp.errors import FormatError, LayoutError, NotACheckpoint, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.megatron.checks import model_spec, sizes_of, uses_gtp
-from jax_ucp.formats.megatron.groups import settings_of
 from jax_ucp.formats.megatron.legacy_files import (
     MODEL_FILE,
     OPTIM_FILE,
@@ -63,6 +62,7 @@ from jax_ucp.formats.megatron.parameters import (
     has_remainders,
     keep_apart,
     number,
+    settings_of,
 )
 from jax_ucp.formats.megatron.run import TRACKER, Args, about, iteration_folder
 from jax_ucp.layout.fragments import ParamLayout

@@ -1,4 +1,5 @@
-"""The parameters of a Megatron run, as all of its readers put them into an import.
+"""The parameters of a Megatron run, as all of its readers add them, and the settings that its
+optimizer has for them.
 
 A parameter is its master, if there is one, and else its weight. Weights beside masters are
 duplicates.
@@ -17,7 +18,8 @@ core_v0.19.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +27,7 @@ import numpy as np
 from jax_ucp.arrays.value import Array, Constant, items_of, joined, stated
 from jax_ucp.errors import LayoutError
 from jax_ucp.formats.assemble import ContentsBuilder
-from jax_ucp.formats.megatron.model import BUFFERS, EMBEDDING, TIED
+from jax_ucp.formats.megatron.model import BUFFERS, EMBEDDING, TIED, is_expert
 from jax_ucp.formats.megatron.run import Args
 from jax_ucp.layout.patterns import Unique
 from jax_ucp.options import Options
@@ -43,6 +45,9 @@ NUMBERED_ALONE = (
     " master in the files proves it"
 )
 BF16 = np.dtype(ml_dtypes.bfloat16)
+# Arguments of which either, set, lets the norms of queries and keys decay.
+_NORMS_DECAY = ("apply_wd_to_qk_layernorm", "no_weight_decay_cond_type")
+_NO_SETTINGS = ("step", "default_config")
 
 
 def add_parameter(
@@ -127,7 +132,9 @@ def _rounds_masters(args: Args) -> bool:
 
 
 def unpadded(name: str, states: States, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """The states; an embedding's without rows of padding, if `sizes` has its length."""
+    """The states of a parameter; those of an embedding without rows of padding, if `sizes` has the
+    vocabulary.
+    """
     vocab, own = sizes.get("vocab"), dict(states)
     if vocab is None or name not in (EMBEDDING, TIED):
         return own
@@ -162,9 +169,10 @@ def add_notes(
     notes: Sequence[str],
     without_args: str = "",
 ) -> None:
-    """Add the notes that people need of every Megatron checkpoint, and `notes` between them.
+    """Add the notes that people need on any Megatron checkpoint, and `notes` between them.
 
-    `saved`: the files have an optimizer; `without_args` explains none.
+    `saved` is whether the files have an optimizer. `without_args` is the note on a checkpoint that
+    has no args.
     """
     embeddings = [array for path, array in importer.params.items() if str(path[-1]) == EMBEDDING]
     if embeddings and "vocab" not in options.sizes:
@@ -183,3 +191,59 @@ def add_notes(
         importer.notes.append(without_args)
     elif args.absent:
         importer.notes.append(f"args lack {', '.join(args.absent)}; Megatron's defaults were taken")
+
+
+def settings_of(
+    args: Args, groups: Iterable[Mapping[Any, Any]], name: str, states: States
+) -> dict[str, Any]:
+    """The optimizer's settings of the parameter `name`: weight decay, betas and others, by name.
+
+    No group names its parameters. The groups that may have this one follow from Megatron's own
+    rule, and the settings on which they all agree are its settings. Megatron's training has AdamW
+    alone: no argument sets `OptimizerConfig.decoupled_weight_decay`, which is true, and the groups
+    of TransformerEngine's FusedAdam do not have it (core_v0.16.1 and core_v0.19.0).
+
+    Args:
+        args: the arguments of the run.
+        groups: all parameter groups of all its optimizers.
+        name: the parameter.
+        states: what is stored of it; Adam's have `exp_avg`.
+    """
+    expert, is_adams = is_expert(name), "exp_avg" in states
+    may_have = [
+        group
+        for group in groups
+        if group.get("is_expert_parallel", expert) == expert and ("betas" in group) == is_adams
+    ]
+    if args.optional("weight_decay") is not None:  # else the run may have had a rule of its own
+        does = is_decayed(args, name, len(states["weight"].info.shape))
+        # Where there is one group alone, it has what does not decay too.
+        may_have = [group for group in may_have if group_decays(group) == does] or may_have
+    first, *others = may_have or [{}]
+    settings = {
+        str(key): value
+        for key, value in first.items()
+        if key not in _NO_SETTINGS and all(key in one and one[key] == value for one in others)
+    }
+    if is_adams and args.optional("weight_decay") is not None:
+        is_decoupled = args.optional("decoupled_weight_decay") is not False
+        settings.setdefault("decoupled_weight_decay", is_decoupled)
+    return settings
+
+
+def group_decays(group: Mapping[Any, Any]) -> bool:
+    return group.get("wd_mult", group.get("pre_wd_mult", 1.0)) != 0
+
+
+def is_decayed(args: Args, name: str, ndim: int) -> bool:
+    """Whether a parameter has weight decay. By default vectors and biases have none; an argument
+    gives it to the norms of queries and keys.
+
+    Facts: `_get_param_groups` and `get_standard_config_overrides` in
+    `megatron/core/optimizer/__init__.py` of Megatron-LM core_v0.13.1 to core_v0.19.0;
+    `--no-weight-decay-cond-type` in `megatron/training/arguments.py` of core_v0.15 and later.
+    """
+    of_norm = "q_layernorm." in name or "k_layernorm." in name
+    if of_norm and any(map(args.optional, _NORMS_DECAY)):
+        return True
+    return ndim != 1 and not name.endswith(".bias")

@@ -21,14 +21,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from jax_ucp.arrays.dtypes import named_dtype
 from jax_ucp.codecs.pickle_writer import Global, Instance
 from jax_ucp.codecs.zip_writer import torch_file
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
-from jax_ucp.export.parameters import Parameters, is_floating
+from jax_ucp.export.parameters import Parameters, is_floating, one_step
 from jax_ucp.formats.dcp.writer import Chunked, files_of
 from jax_ucp.formats.megatron.dist_files import COMMON_FILE, CONFIG_FILE
 from jax_ucp.formats.megatron.dist_names import name_of
@@ -215,7 +215,7 @@ class _Run:
         is_param = name in self.params.states and not name.endswith("softmax_offset")
         if not isinstance(dtype, Global) or not is_param or not is_floating(tensor.dtype):
             return tensor.dtype
-        return np.dtype(getattr(ml_dtypes, dtype.name, dtype.name))
+        return named_dtype(dtype.name)
 
     def key(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The stored tensor that a parameter is in, and its place on the leading axes."""
@@ -343,15 +343,8 @@ def _step(trained: Iterable[str], steps: Mapping[str, np.ndarray]) -> float:
         raise UnsupportedLeaf(
             f"nothing says how many steps the optimizer made of {unknown[0]}. {_WEIGHTS_ALONE}"
         )
-    counts = {name: float(steps[name]) for name in trained}
-    first, *others = counts
-    for name in others:
-        if counts[name] != counts[first]:
-            raise UnsupportedLeaf(
-                f"the optimizer made {counts[first]:g} steps of {first}, but {counts[name]:g} of"
-                f" {name}: Megatron counts those of all parameters together"
-            )
-    return counts[first]
+    why = "Megatron counts the optimizer's steps for all parameters together"
+    return float(one_step({name: steps[name] for name in trained}, why) or 0)
 
 
 def _check_optimizer(args: Mapping[str, Any], trained: Mapping[str, Mapping[str, Tensor]]) -> None:

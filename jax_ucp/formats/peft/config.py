@@ -13,6 +13,7 @@ from typing import Any
 
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import FormatError, TreeMismatch
+from jax_ucp.formats.nested import config_in
 from jax_ucp.name_patterns import NamePatterns
 from jax_ucp.text import visible
 
@@ -105,25 +106,25 @@ class LoraConfig:
             )
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
-    def _key(self, pattern: Mapping[str, float], module: str) -> str | None:
-        """The first key that matches the end of a module's name, as peft has it."""
+    def _key(self, pattern: Mapping[str, float], module: str) -> str:
+        """The first key that matches the end of a module's name, as peft has it; or ""."""
         matching = self.patterns.matching(module) if pattern else ()
-        return next((key for key in pattern if _pattern(key) in matching), None)
+        return next((key for key in pattern if _pattern(key) in matching), "")
 
 
 def _pattern(key: str) -> str:
     return rf"(.*\.)?({key})$"
 
 
-def method_of(config: Any) -> str:
-    said = config.get("peft_type") if isinstance(config, Mapping) else None
-    return visible(str(said))[:80] if said else ""
+def method_of(config: Mapping[str, Any]) -> str:
+    """The kind of adapter that a config names, for people; empty if it names none."""
+    method = config.get("peft_type")
+    return visible(str(method))[:80] if method else ""
 
 
 def saved_modules(extras: Mapping[str, Any]) -> Sequence[str]:
     """The modules that were trained whole beside an adapter, by its config among the extras."""
-    config = extras.get(CONFIG, {}).get("config")
-    named = config.get("modules_to_save") if isinstance(config, Mapping) else None
+    named = config_in(extras, CONFIG).get("modules_to_save")
     return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
 
 

@@ -20,6 +20,7 @@ from jax_ucp.arrays.value import Array, users
 from jax_ucp.arrays.value import joined as array_of
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.files.source_files import SourceFiles
+from jax_ucp.formats.nested import config_in
 from jax_ucp.formats.packed_experts import PackedParameter
 from jax_ucp.formats.peft.config import CONFIG, LoraConfig
 from jax_ucp.formats.peft.names import Memory
@@ -80,19 +81,19 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     params = _parameters(base)
     shapes = {name: leaf.shape for name, leaf in params.items()}
     stored = expressions(base.arrays)
-    said = _config(base.extras)
+    config = config_in(base.extras)
     tied = next((leaf for name, leaf in params.items() if name.endswith(EMBEDDINGS)), None)
-    if tied is not None and HEAD not in params and said.get("tie_word_embeddings"):
+    if tied is not None and HEAD not in params and config.get("tie_word_embeddings"):
         shapes[HEAD] = tied.shape  # which is not stored
-    model_type = str(said.get("model_type"))
+    model_type = str(config.get("model_type"))
     read = [_Adapter.of(contents, shapes, model_type) for contents in adapters]
     changed: dict[str, list[_Step]] = defaultdict(list)  # of each weight, in the adapters' order
     for adapter in read:
         for change in adapter.changes:
             changed[change.weight].append((adapter, change))
     extras = base.extras
-    if is_untied := _is_untied(said, changed):
-        extras = _with_config(extras, {**said, "tie_word_embeddings": False})
+    if is_untied := _is_untied(config, changed):
+        extras = _with_config(extras, {**config, "tie_word_embeddings": False})
         if HEAD not in params:
             changed[HEAD] = changed.get(HEAD, [])
     repacked = _Repacked.of(read, changed)
@@ -108,7 +109,14 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         for name, weight in made.items()
         if name in params and weight.shape != params[name].shape
     }
-    extras = _of_size(extras, *{*resized.values()})
+    for tokens in resized.values():  # there is one size, for embedding and head
+        sized = dict(config_in(extras))
+        of_text = sized.get("text_config")
+        if "vocab_size" not in sized and isinstance(of_text, Mapping):
+            sized["text_config"] = {**of_text, "vocab_size": tokens}
+        elif sized:
+            sized["vocab_size"] = tokens
+        extras = _with_config(extras, sized) if sized else extras
     # the leaves of the base, and those of new parameters, which come last
     leaves = list(base.leaves)
     for name, weight in made.items():
@@ -245,22 +253,6 @@ def _is_untied(config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]
     # what is added to an embedding, or takes the place of rows, is so in the head, the same tensor
     is_replaced = bool(steps) and all(change.replaced and not change.rows for _, change in steps)
     return bool(config.get("tie_word_embeddings")) and (HEAD in changed or is_replaced)
-
-
-def _of_size(extras: Mapping[str, Any], tokens: int = 0) -> Mapping[str, Any]:
-    """The extras with a config of so many tokens, if they are not the base's number."""
-    config = _config(extras)
-    of_text = config.get("text_config")
-    if not tokens or not config:
-        return extras
-    if "vocab_size" in config or not isinstance(of_text, Mapping):
-        return _with_config(extras, {**config, "vocab_size": tokens})
-    return _with_config(extras, {**config, "text_config": {**of_text, "vocab_size": tokens}})
-
-
-def _config(extras: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = extras.get(_CONFIG, {}).get("config")
-    return config if isinstance(config, Mapping) else {}
 
 
 def _with_config(extras: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -39,8 +39,7 @@ from jax_ucp.formats.weight_files import (
 from jax_ucp.formats.weight_names import model_of_index
 from jax_ucp.json_text import decode_json
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.fragments import ParamLayout
-from jax_ucp.layout.parts import box_part
+from jax_ucp.layout.fragments import ParamLayout, block_layout
 from jax_ucp.options import Options, Sizes
 
 # In the `__metadata__` of a file of parts of tensors, as the Hugging Face storage of PyTorch DCP
@@ -100,10 +99,7 @@ def layout_of(name: str, parts: Sequence[tuple[str, Box]]) -> ParamLayout:
             raise FormatError(
                 f"{name} is stored twice: {box} of it is in {first[box]} and in {key}"
             )
-    shape = tuple(map(max, zip(*(box.stop for box in blocks), strict=True)))
-    placed = [box_part(i, Box.whole(box.shape), box) for i, box in enumerate(blocks) if box.size]
-    shapes = tuple(box.shape for box in blocks)
-    return ParamLayout(shape, shapes, tuple(placed))
+    return block_layout([*map(max, zip(*(box.stop for box in blocks), strict=True))], blocks)
 
 
 SUFFIX = ".safetensors"

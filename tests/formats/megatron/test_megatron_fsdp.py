@@ -19,7 +19,6 @@ from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.dcp.source import DcpSource
 from jax_ucp.formats.megatron.checks import check_whole
-from jax_ucp.formats.megatron.dist_tensors import run_layout
 from jax_ucp.formats.megatron.fsdp import (
     check_alike,
     check_degrees,
@@ -30,6 +29,7 @@ from jax_ucp.formats.megatron.fsdp import (
 from jax_ucp.formats.megatron.model import StoredRun, join_gated
 from jax_ucp.formats.megatron.run import TRACKER, Args
 from jax_ucp.layout.box import Box
+from jax_ucp.layout.fragments import block_layout
 from jax_ucp.layout.patterns import Fused, Sharded
 
 DATA = CASES_DATA / "megatron"
@@ -108,7 +108,7 @@ def test_a_gate_above_its_up_is_one_tensor(rows, columns):
     halves = {name: (gate.shape, [StoredRun(key, 0, box)]) for name, key in names.items()}
     [(name, (shape, runs))] = join_gated(halves).items()
     assert name == "fc.weight"
-    layout = run_layout(shape, [run.target for run in runs])
+    layout = block_layout(shape, [run.target for run in runs])
     got = read(source, Consolidated(layout, [run.key for run in runs]))
     np.testing.assert_array_equal(got, np.concatenate([gate, up]))
 
