@@ -80,7 +80,7 @@ class Tree:
                 numbers[_label(path)] = path, file.path.name, node
         return numbers
 
-    def check(self, imported: ContentsBuilder, place: WeightsPlace) -> None:
+    def check(self, builder: ContentsBuilder, place: WeightsPlace) -> None:
         """Raise FormatError where something unreadable, not aside, may be a weight."""
         unreadable_weights: dict[FilePath, dict[str, str]] = defaultdict(dict)
         for path, (file, node) in self.objects.items():
@@ -88,8 +88,8 @@ class Tree:
             reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
             match bool(reason), place.is_aside(path):
                 case True, True:
-                    imported.skip(f"{file.path.name}:{label}", "tensor", reason)
-                    imported.notes.append(f"{label} of {file.path.name} was left out: {reason}")
+                    builder.skip(f"{file.path.name}:{label}", "tensor", reason)
+                    builder.notes.append(f"{label} of {file.path.name} was left out: {reason}")
                 case True, False:
                     unreadable_weights[file.path][label] = reason
                 case False, False:
@@ -102,46 +102,46 @@ def _label(path: Steps) -> str:
     return joined(path) or BARE
 
 
-def keep_extras(imported: ContentsBuilder, name: str, file: TorchFile) -> None:
+def keep_extras(builder: ContentsBuilder, name: str, file: TorchFile) -> None:
     """Keep everything of a file, in nested dicts and lists, that is not a tensor, as extras."""
     entries = _entries(file.tree) if isinstance(file.tree, dict) else None
     for key, value in [("object", file.tree)] if entries is None else entries:
         rest = without_tensors(value)
         if rest is not GONE:
-            imported.extra(name, str(key), rest)
+            builder.extra(name, str(key), rest)
 
 
 def keep_proved(
-    imported: ContentsBuilder, name: str, file: TorchFile, source: TorchFile | None = None
+    builder: ContentsBuilder, name: str, file: TorchFile, source: TorchFile | None = None
 ) -> None:
     """Keep all of a file as extras, tensors too. Raises CorruptData where a CRC does not fit."""
     for fault in filter(None, (check.run() for check in checks_of(file.claims(), "full"))):
         raise CorruptData(fault, way_out="weights_only")
     tree = file.tree if isinstance(file.tree, dict) else {"object": file.tree}
     for key, value in tree.items():
-        imported.extra(name, str(key), value, source)
+        builder.extra(name, str(key), value, source)
 
 
-def keep_beside(imported: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
+def keep_beside(builder: ContentsBuilder, name: str, path: FilePath, facts: Facts) -> None:
     """Keep a file as extras of `name`, or as unread. Raises FormatError if it does not fit."""
     if path.suffix == ".json":
-        imported.extra(name, "content", read_json(path))
+        builder.extra(name, "content", read_json(path))
     elif path.suffix in _TEXTS and path.size() <= MAX_TEXT_BYTES:
-        imported.extra(name, "content", path.read_text())
+        builder.extra(name, "content", path.read_text())
     elif path.suffix in _SAVED or is_torch_file(path):
         try:
             file = TorchFile(path, lenient=True)
-            keep_proved(imported, name, file, file)
+            keep_proved(builder, name, file, file)
         except UnsafePickle as error:
-            imported.leave_out(name, name, error)
+            builder.leave_out(name, name, error)
             return
         except FormatError as error:
             error.at(path, way_out="weights_only")
             raise
         facts.state_all(file, name, _NUMBER.sub("*", name), file.tree, only=("step", *COUNTS))
-        imported.unknown |= file.unknown
+        builder.unknown |= file.unknown
     else:
-        imported.skip(name, f"{path.size()} bytes", "lies beside the weights; not read")
+        builder.skip(name, f"{path.size()} bytes", "lies beside the weights; not read")
 
 
 def _entries(node: object) -> list[tuple[str | int, object]] | None:

@@ -173,30 +173,30 @@ def _beside(path: FilePath, used: set[str], folders: Sequence[str], options: Opt
     `used` names the folders of models, which are left out. Of other folders those in `folders` are
     kept; the rest is listed as skipped. Raises FormatError for a damaged file.
     """
-    imported, facts = ContentsBuilder("", path, Combined.of_files({})), Facts(path)
+    builder, facts = ContentsBuilder("", path, Combined.of_files({})), Facts(path)
     for child in sorted(path.children()):
         if child.name in used:
             continue
         if child.is_dir():
             inside = sorted(child.children()) if child.name in folders else []
             for file in inside:
-                _keep(imported, f"{child.name}/{file.name}", file, facts, options)
+                _keep(builder, f"{child.name}/{file.name}", file, facts, options)
             if not inside:
-                imported.skip(child.name, "folder", "lies beside the weights; not read")
+                builder.skip(child.name, "folder", "lies beside the weights; not read")
         else:
-            _keep(imported, child.name, child, facts, options)
-    return imported.contents()
+            _keep(builder, child.name, child, facts, options)
+    return builder.contents()
 
 
 def _keep(
-    imported: ContentsBuilder, name: str, file: FilePath, facts: Facts, options: Options
+    builder: ContentsBuilder, name: str, file: FilePath, facts: Facts, options: Options
 ) -> None:
     if options.weights_only:
-        imported.skip(name, "file", "only weights were asked for")
+        builder.skip(name, "file", "only weights were asked for")
     elif not file.is_file() or file.size() > MAX_BESIDE_BYTES:
-        imported.skip(name, "file", "lies beside the weights; not read")
+        builder.skip(name, "file", "lies beside the weights; not read")
     else:
-        keep_beside(imported, name, file, facts)
+        keep_beside(builder, name, file, facts)
 
 
 # A run.

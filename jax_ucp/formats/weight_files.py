@@ -137,37 +137,37 @@ def _is_plain(name: str) -> bool:
     return fits and "\0" not in name and "/" not in name and name not in ("", ".", "..")
 
 
-def keep_index(imported: ContentsBuilder, path: FilePath, index: Mapping[str, Any]) -> None:
+def keep_index(builder: ContentsBuilder, path: FilePath, index: Mapping[str, Any]) -> None:
     """Account for an index and its metadata. Raises FormatError unless it lists just the tensors
     that are stored.
     """
     in_index = {(name, key) for key, name in index["weight_map"].items()}
-    stored = (key.partition(":") for key in imported.stored)
+    stored = (key.partition(":") for key in builder.stored)
     for name, key in sorted(in_index ^ {(file, name) for file, _, name in stored}):
         place = "in the file, but not so in the index"
         if (name, key) in in_index:
             place = "in the index, but not in the file"
         raise FormatError(
-            f"{imported.path}: {key} of {name} is {place}; the files are not of one checkpoint"
+            f"{builder.path}: {key} of {name} is {place}; the files are not of one checkpoint"
         )
-    imported.skip(path.name, "index", "says which file has which tensor; compared with the files")
+    builder.skip(path.name, "index", "says which file has which tensor; compared with the files")
     metadata = index.get("metadata") or {}
     for key, value in metadata.items():
-        imported.extra(path.name, key, value)
+        builder.extra(path.name, key, value)
     # writers count two names of one tensor once or twice
-    sizes = {key: info.nbytes for key, info in imported.stored.items()}
-    distinct = {imported.ties.get(key.partition(":")[2], key): n for key, n in sizes.items()}
+    sizes = {key: info.nbytes for key, info in builder.stored.items()}
+    distinct = {builder.ties.get(key.partition(":")[2], key): n for key, n in sizes.items()}
     totals = sum(sizes.values()), sum(distinct.values())
     total = metadata.get("total_size")
     if total is not None and total not in totals:
-        imported.notes.append(_OTHER_TOTAL.format(path.name, total, totals[0]))
+        builder.notes.append(_OTHER_TOTAL.format(path.name, total, totals[0]))
 
 
-def keep_configs(imported: ContentsBuilder, folder: FilePath) -> None:
+def keep_configs(builder: ContentsBuilder, folder: FilePath) -> None:
     """Keep configs as extras: of the model, of its quantisation, of an adapter."""
     for name in CONFIGS:
         if (folder / name).is_file():
-            imported.extra(name, "config", read_json(folder / name))
+            builder.extra(name, "config", read_json(folder / name))
 
 
 def refuse_stand_in(path: FilePath) -> None:
@@ -242,7 +242,7 @@ def refuse_rank(path: FilePath) -> None:
             )
 
 
-def refuse_rank_of_llama(imported: ContentsBuilder, path: FilePath) -> None:
+def refuse_rank_of_llama(builder: ContentsBuilder, path: FilePath) -> None:
     """Raise FormatError for one rank's file of Llama's originals, of which no other is there.
 
     The `params.json` beside it has the whole model's sizes. Source: `ModelArgs` and `Transformer`
@@ -254,7 +254,7 @@ def refuse_rank_of_llama(imported: ContentsBuilder, path: FilePath) -> None:
     said = read_json(params) if params.is_file() else {}
     items = said.items() if isinstance(said, Mapping) else ()
     sizes = {key: n for key, n in items if type(n) is int and n > 0}
-    shapes = {str(key): param.info.shape for (_, key), param in imported.params.items()}
+    shapes = {str(key): param.info.shape for (_, key), param in builder.params.items()}
     width = sizes.get("dim") or next(iter(shapes.get("norm.weight", ())), 0)
     head = sizes.get("head_dim") or width // sizes.get("n_heads", 1)
     whole = {

@@ -71,20 +71,20 @@ def open_saves(path: FilePath, folders: Sequence[FilePath], options: Options) ->
     source = saves[0].source
     if saves[0].prefix or len(saves) > 1:
         source = Combined.prefixed({save.prefix: save.source for save in saves})
-    imported = ContentsBuilder("dcp", path, source, options.on_conflict)
-    imported.about = About("PyTorch's distributed checkpoint (DCP)")
+    builder = ContentsBuilder("dcp", path, source, options.on_conflict)
+    builder.about = About("PyTorch's distributed checkpoint (DCP)")
     objects: dict[Steps, Any] = {}
     for save in saves:
         save.open_ahead()
         for fqn, spans in save.metadata.objects.items():
             path_of = save.metadata.paths.get(fqn, (fqn,))
             for span in spans:
-                objects[path_of] = read_object(imported, fqn, span, save)
+                objects[path_of] = read_object(builder, fqn, span, save)
         check_facts(save)
-    _tensors(imported, saves, objects, options)
+    _tensors(builder, saves, objects, options)
     for save in saves:
-        account_for_files(imported, save)
-    return imported.contents()
+        account_for_files(builder, save)
+    return builder.contents()
 
 
 def require_metadata(folder: FilePath) -> None:
@@ -140,7 +140,7 @@ def _of_optimizers(metadata: DcpMetadata) -> frozenset[str]:
 
 
 def _tensors(
-    imported: ContentsBuilder,
+    builder: ContentsBuilder,
     saves: Sequence[DcpSave],
     objects: Mapping[Steps, Any],
     options: Options,
@@ -156,32 +156,32 @@ def _tensors(
             if fqn in tensors
         }
         if twice := stored.keys() & of_save.keys():
-            raise FormatError(f"{imported.path}: {min(twice)} is in two of the saves")
+            raise FormatError(f"{builder.path}: {min(twice)} is in two of the saves")
         stored |= of_save
-    places = imported.placed(stored, objects, options)
+    places = builder.placed(stored, objects, options)
     for save in saves:
         for fqn, tensor in save.metadata.tensors.items():
             keys = [save.prefix + chunk_key(fqn, chunk) for chunk in tensor.chunks]
             if keys:
                 chunks = f", one of {len(keys)} chunks" if len(keys) > 1 else ""
-                imported.place(places, fqn, keys, tensor.layout(), chunks)
+                builder.place(places, fqn, keys, tensor.layout(), chunks)
             elif fqn in places.left:
                 continue
             elif math.prod(tensor.shape):
                 raise FormatError(
-                    f"{imported.path}: {fqn} has shape {list(tensor.shape)}, but by the metadata no"
+                    f"{builder.path}: {fqn} has shape {list(tensor.shape)}, but by the metadata no"
                     " chunk of it is in any file: that of a rank is missing, or it is damaged"
                 )
             else:  # a tensor without elements, of which no rank wrote a chunk
                 empty = np.empty(tensor.shape, tensor.dtype)
                 table = save.prefix + save.metadata.files[0]
-                imported.constant(*places.at[fqn], empty, f"{table}:{fqn}")
-    imported.notes += places.notes
+                builder.constant(*places.at[fqn], empty, f"{table}:{fqn}")
+    builder.notes += places.notes
     if coded := [fqn for save in saves for fqn, _ in save.metadata.short]:
-        imported.notes.append(_CODED.format(len({*coded}), min(coded)))
+        builder.notes.append(_CODED.format(len({*coded}), min(coded)))
     # torch 1.13 saved flat dicts only, and flatten_state_dict=False takes a dict as it is
     if not any(save.metadata.paths for save in saves):
-        imported.notes.append(
+        builder.notes.append(
             "no paths were recorded, so nothing tells weights from other tensors: all tensors of"
             " the flat state dict are under `param`, by the names it had"
         )
@@ -210,7 +210,7 @@ def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
     return metadata.paths
 
 
-def read_object(imported: ContentsBuilder, fqn: str, span: Span, save: DcpSave) -> Any:
+def read_object(builder: ContentsBuilder, fqn: str, span: Span, save: DcpSave) -> Any:
     """An object for extras; None if it asks for code, is data, or is left and damaged."""
     in_file = save.prefix + span.file
     item = f"{in_file}:{fqn}"
@@ -219,26 +219,26 @@ def read_object(imported: ContentsBuilder, fqn: str, span: Span, save: DcpSave) 
     except (FormatError, OSError) as error:
         if fqn in save.left:
             reason = f"only weights were asked for; it could not be read either: {error}"
-            imported.skip(item, "object", reason)
+            builder.skip(item, "object", reason)
             return None
         if not isinstance(error, UnsafePickle):
             raise
-        imported.leave_out(item, f"the object {fqn}", error)
+        builder.leave_out(item, f"the object {fqn}", error)
         return None
     nbytes = tensor_bytes(file.tree)
     if nbytes > MAX_EXTRA_BYTES:
         reason = f"an object with {nbytes} bytes of tensors inside, which is data and no setting"
-        imported.skip(item, "object", reason)
-        imported.notes.append(
+        builder.skip(item, "object", reason)
+        builder.notes.append(
             f"{fqn} in {in_file} was left out: {reason}; save it with flatten_state_dict=True"
         )
         return None
-    imported.unknown |= file.unknown
-    imported.extra(in_file, fqn, file.tree, file)
+    builder.unknown |= file.unknown
+    builder.extra(in_file, fqn, file.tree, file)
     return file.tree
 
 
-def account_for_files(imported: ContentsBuilder, save: DcpSave) -> None:
+def account_for_files(builder: ContentsBuilder, save: DcpSave) -> None:
     """Every file of a save that no tensor or object lies in, or not all of it."""
     metadata, prefix = save.metadata, save.prefix
     used: Counter[str] = Counter()
@@ -249,22 +249,22 @@ def account_for_files(imported: ContentsBuilder, save: DcpSave) -> None:
         name = prefix + path.name
         if path.name in metadata.files:
             reason = "says which chunk is where; its content is in the tree's names and shapes"
-            imported.skip(name, "metadata", reason)
+            builder.skip(name, "metadata", reason)
             continue
         if path.name == LIGHTNING and not save.left:
-            keep_beside(imported, name, path, Facts(metadata.folder))
+            keep_beside(builder, name, path, Facts(metadata.folder))
             continue
         size = path.size()
         rest = size - used[path.name]
         if path.name not in used:
-            imported.skip(name, f"{size} bytes", f"no item of {table} lies in it")
+            builder.skip(name, f"{size} bytes", f"no item of {table} lies in it")
             if size and path.suffix == ".distcp":
-                imported.notes.append(
+                builder.notes.append(
                     f"{name} belongs to no tensor of this checkpoint: it is left from another save"
                 )
         elif rest:
             # A replica that another rank wrote too, or a file of another save: the table of
             # contents cannot tell.
             reason = f"bytes between or after the items that {table} names"
-            imported.skip(name, f"{rest} bytes", reason)
-            imported.notes.append(f"{name} has {rest} bytes that are not items of this checkpoint")
+            builder.skip(name, f"{rest} bytes", reason)
+            builder.notes.append(f"{name} has {rest} bytes that are not items of this checkpoint")

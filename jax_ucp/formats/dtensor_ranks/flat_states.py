@@ -99,7 +99,7 @@ def _parts(states: Mapping[str, Sequence[FlatShard]]) -> list[range] | None:
 
 
 def place_flat(
-    imported: ContentsBuilder, flat: FlatStates, shapes: Mapping[str, Shape], options: Options
+    builder: ContentsBuilder, flat: FlatStates, shapes: Mapping[str, Shape], options: Options
 ) -> None:
     """Give states to parameters in model order, or keep them apart. Raises FormatError."""
     if options.optimizer_groups is None:
@@ -108,9 +108,9 @@ def place_flat(
             for state, stored in states.items():
                 label, keys = f"optim.state.{number}.{state}", [part.key for part in stored]
                 layout = _layout(stored, whole, 0, flat.parts[number])
-                array = imported.joined(label, layout, keys)
-                imported.parameter("other", label, array, "a state of a flat parameter")
-        imported.notes.append(
+                array = builder.joined(label, layout, keys)
+                builder.parameter("other", label, array, "a state of a flat parameter")
+        builder.notes.append(
             "the states of FSDP1's optimizer are kept under `other`, flat as they are: they go by"
             " numbers, and nothing stored says which parameters each has;"
             f" {remedy([MODULE_ORDER])},"
@@ -119,23 +119,23 @@ def place_flat(
         return
     if options.optimizer_groups != MODULE_ORDER:
         raise FormatError(
-            f"{imported.path}: the optimizer is FSDP1's, of flat parameters: of these only"
+            f"{builder.path}: the optimizer is FSDP1's, of flat parameters: of these only"
             f" optimizer_groups={MODULE_ORDER!r} can be said"
         )
     try:
         starts = _starts(flat, shapes)
     except Undecided as error:
-        raise FormatError(f"{imported.path}: optimizer_groups does not fit: {error}") from None
+        raise FormatError(f"{builder.path}: optimizer_groups does not fit: {error}") from None
     for numbers, settings in flat.groups:
         for number, (name, start) in ((n, at) for n in numbers for at in starts[n].items()):
             for state, stored in flat.states.get(number, {}).items():
                 layout = _layout(stored, shapes[name], start, flat.parts[number])
-                array = imported.joined(f"{state}.{name}", layout, [part.key for part in stored])
+                array = builder.joined(f"{state}.{name}", layout, [part.key for part in stored])
                 reason = f"{state} of {name}, a part of a flat parameter"
-                imported.parameter(state, name, array, reason)
-            imported.hyperparameters(name, settings)
-    imported.said["optimizer_groups"] = MODULE_ORDER
-    imported.notes.append(word_note(MODULE_ORDER))
+                builder.parameter(state, name, array, reason)
+            builder.hyperparameters(name, settings)
+    builder.said["optimizer_groups"] = MODULE_ORDER
+    builder.notes.append(word_note(MODULE_ORDER))
 
 
 def _starts(flat: FlatStates, shapes: Mapping[str, Shape]) -> dict[int, dict[str, int]]:

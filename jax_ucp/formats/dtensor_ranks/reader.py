@@ -63,7 +63,7 @@ def parse(path: FilePath, options: Options) -> Contents:
     kinds = [kind for kind in ranks.names if kind != OPTIM or not options.weights_only]
     names = [name for kind in kinds for name in ranks.names[kind]]
     files = opened_files(path, names, partial(TorchFile, lenient=True))
-    imported = ContentsBuilder("dtensors", path, Combined.of_files(files), options.on_conflict)
+    builder = ContentsBuilder("dtensors", path, Combined.of_files(files), options.on_conflict)
     saved = _Saved(ranks, files)
     _check_facts(saved)
     by_kind = {kind: _parts(saved, kind) for kind in saved.states}
@@ -88,11 +88,11 @@ def parse(path: FilePath, options: Options) -> Contents:
         if not isinstance(node, StoredTensor | DTensor)
     }
     if is_flat:
-        _place(imported, wholes, {}, replace(options, optimizer_groups=None))
-        _place_flat(imported, saved, wholes, of_optimizer, options)
+        _place(builder, wholes, {}, replace(options, optimizer_groups=None))
+        _place_flat(builder, saved, wholes, of_optimizer, options)
     else:
-        _place(imported, wholes, objects, options)
-    _keep_rest(imported, saved, options)
+        _place(builder, wholes, objects, options)
+    _keep_rest(builder, saved, options)
     meshes: dict[str, None] = {}
     for mesh in (whole.specs[0].mesh for whole in wholes.values() if whole.specs):
         axes = list(map(str, mesh.shape))
@@ -100,17 +100,17 @@ def parse(path: FilePath, options: Options) -> Contents:
             axes = [f"{name}={n}" for name, n in zip(mesh.axes, mesh.shape, strict=True)]
         meshes[" x ".join(axes)] = None
     wrote = f"DTensors of {ranks.world_size} ranks" if meshes else "one process"
-    imported.notes.insert(
+    builder.notes.insert(
         0,
         f"written by {ranks.writer}: torch.save of {'the ' * bool(meshes)}{wrote}"
         f"{', mesh ' * bool(meshes)}{', '.join(meshes)}",
     )
     step = next((file.tree for _, _, file in saved.of("step")), None)
-    imported.about = About(
+    builder.about = About(
         f"{ranks.writer}, {wrote}",
         step if isinstance(step, int) else None,
     )
-    return imported.contents()
+    return builder.contents()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,20 +260,20 @@ def _check_facts(saved: _Saved) -> None:
 
 
 def _place(
-    imported: ContentsBuilder,
+    builder: ContentsBuilder,
     wholes: Mapping[str, _Whole],
     objects: Mapping[Steps, Any],
     options: Options,
 ) -> None:
     stored = {label: whole.described() for label, whole in wholes.items()}
-    places = imported.placed(stored, objects, options)
+    places = builder.placed(stored, objects, options)
     for label, whole in wholes.items():
         shards = ", a shard" if len(whole.layout.replicas) > 1 else ""
-        imported.place(places, label, [part.key for part in whole.parts], whole.layout, shards)
-    imported.notes += places.notes
-    for key in imported.stored:
+        builder.place(places, label, [part.key for part in whole.parts], whole.layout, shards)
+    builder.notes += places.notes
+    for key in builder.stored:
         if "/_spec/" in key:
-            imported.skip(key, "mesh", "says which rank is where in the mesh of a DTensor")
+            builder.skip(key, "mesh", "says which rank is where in the mesh of a DTensor")
 
 
 # FSDP1's optimizer.
@@ -289,7 +289,7 @@ def _is_flat(saved: _Saved, parts: _Parts) -> bool:
 
 
 def _place_flat(
-    imported: ContentsBuilder,
+    builder: ContentsBuilder,
     saved: _Saved,
     model: Mapping[str, _Whole],
     parts: _Parts,
@@ -310,40 +310,40 @@ def _place_flat(
         for path, of_path in parts.items()
     }
     _, _, first = next(saved.of(OPTIM))
-    place_flat(imported, FlatStates.of(states, first.tree, shard_count), shapes, options)
+    place_flat(builder, FlatStates.of(states, first.tree, shard_count), shapes, options)
 
 
-def _keep_rest(imported: ContentsBuilder, saved: _Saved, options: Options) -> None:
+def _keep_rest(builder: ContentsBuilder, saved: _Saved, options: Options) -> None:
     for kind in saved.states:
         for rank, name, file in saved.of(kind):
             rest = without_tensors(file.tree)
             if rank == 0 and isinstance(rest, dict) and rest is not GONE:
                 for key, value in rest.items():
-                    imported.extra(name, str(key), value)
+                    builder.extra(name, str(key), value)
     for kind in [kind for kind in saved.ranks.names if kind not in saved.states]:
         for _, name, file in saved.of(kind):
-            keep_proved(imported, name, file)
-            imported.unknown |= file.unknown
-    for child in sorted(imported.path.children()):
+            keep_proved(builder, name, file)
+            builder.unknown |= file.unknown
+    for child in sorted(builder.path.children()):
         if child.name == METADATA:
-            imported.skip(child.name, "file", "says of each tensor what its DTensors say")
+            builder.skip(child.name, "file", "says of each tensor what its DTensors say")
         elif child.name == FSDP_CONFIG:
-            imported.extra(child.name, "config", dict(saved.ranks.fsdp_config))
+            builder.extra(child.name, "config", dict(saved.ranks.fsdp_config))
         elif child.name == HUGGINGFACE and child.is_dir():
             # the config makes the folder beside the shards complete for transformers
             if (child / CONFIG).is_file():
-                imported.extra(CONFIG, "config", read_json(child / CONFIG))
+                builder.extra(CONFIG, "config", read_json(child / CONFIG))
             beside = sorted(child.children())
             for name in (file.name for file in beside if file.name != CONFIG):
-                imported.skip(f"{HUGGINGFACE}/{name}", "file", "not read; it opens by itself")
+                builder.skip(f"{HUGGINGFACE}/{name}", "file", "not read; it opens by itself")
             if any(file.suffix == ".safetensors" for file in beside):
-                imported.notes.append(
+                builder.notes.append(
                     f"not read: {HUGGINGFACE}/ has the weights too, as the writer exports them;"
                     " open it by its path"
                 )
         elif child.name in saved.files:
             continue
         elif is_rank_file(child.name) and options.weights_only:
-            imported.skip(child.name, f"{child.size()} bytes", "only weights were asked for")
+            builder.skip(child.name, f"{child.size()} bytes", "only weights were asked for")
         else:
-            imported.skip(child.name, "file", "lies beside the ranks' files; not read")
+            builder.skip(child.name, "file", "lies beside the ranks' files; not read")

@@ -56,26 +56,26 @@ def parse(path: FilePath, options: Options) -> Contents:
             )
     if not found:
         raise FormatError(f"{path} has no tensors: it is a vocabulary alone")
-    imported = ContentsBuilder("gguf", path, Combined.of_files(files))
+    builder = ContentsBuilder("gguf", path, Combined.of_files(files))
     tensors = {tensor for file in files.values() for tensor in file.arrays()}
     for name, file in files.items():
-        _keep(imported, name, file, tensors)
+        _keep(builder, name, file, tensors)
     values = first.head.values
     type = values.get("general.file_type")
     called = FILE_TYPES.get(type, "") if isinstance(type, int) else ""
     said = f"GGUF v{first.head.version}", values.get("general.architecture", ""), called
-    imported.about = About(writer=", ".join([str(part) for part in said if part]))
+    builder.about = About(writer=", ".join([str(part) for part in said if part]))
     config, note = model_config(values, {k: f for f in files.values() for k in f.arrays()})
     if config:
-        imported.extras[CONFIG] = {"config": config}
-    imported.notes.append(note)
-    return imported.contents()
+        builder.extras[CONFIG] = {"config": config}
+    builder.notes.append(note)
+    return builder.contents()
 
 
-def _keep(imported: ContentsBuilder, name: str, file: GGUFFile, tensors: Collection[str]) -> None:
+def _keep(builder: ContentsBuilder, name: str, file: GGUFFile, tensors: Collection[str]) -> None:
     for tensor in file.arrays():
-        whole = imported.array(f"{name}:{tensor}")
-        imported.parameter("param", tensor, whole, f"the parameter {tensor}")
+        whole = builder.array(f"{name}:{tensor}")
+        builder.parameter("param", tensor, whole, f"the parameter {tensor}")
     for tensor, type in file.in_blocks.items():
         label = f"param/{tensor}"
         fault = "" if type in TYPES else f"{type} is not dequantised here"
@@ -84,9 +84,9 @@ def _keep(imported: ContentsBuilder, name: str, file: GGUFFile, tensors: Collect
             module = tensor.removesuffix(".weight")
             beside = {role: f"{module}.{role}" for role in ("scale", "input_scale")}
             parts |= {role: f"param/{name}" for role, name in beside.items() if name in tensors}
-        imported.quantized.append(QuantizedWeight(SCHEME + type, label, parts, fault))
+        builder.quantized.append(QuantizedWeight(SCHEME + type, label, parts, fault))
     for key, value in file.head.values.items():
-        imported.extra(name, key, value)
+        builder.extra(name, key, value)
 
 
 def _other_parts(path: FilePath, first: GGUFFile) -> dict[str, GGUFFile]:

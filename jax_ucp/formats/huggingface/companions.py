@@ -47,18 +47,18 @@ def kind_of(name: str) -> str:
     return next(fitting, "") if name.isascii() and len(name) < 200 else ""
 
 
-def keep_companions(imported: ContentsBuilder, folder: FilePath) -> set[str]:
+def keep_companions(builder: ContentsBuilder, folder: FilePath) -> set[str]:
     """The entries of a folder that go with its model; the files are kept, or noted as left out."""
     met: set[str] = set()
     for file, fault in _files(folder):
         met.add(file.key.partition("/")[0])
         if fault:
-            imported.skip(file.key, "file", fault)
-            imported.notes.append(f"{file.key} is left out: {fault}")
+            builder.skip(file.key, "file", fault)
+            builder.notes.append(f"{file.key} is left out: {fault}")
             continue
         note(file.files, file.file())
         what = f"{kind_of(file.key)}, {file.name}"
-        imported.companion(file, f"goes with the model ({what}): its bytes are kept")
+        builder.companion(file, f"goes with the model ({what}): its bytes are kept")
     return met
 
 

@@ -118,9 +118,9 @@ def parse(path: FilePath, options: Options) -> Contents:
     model = None if len(models) > 1 else options.model
     groups = None if training and training.optimizers else options.optimizer_groups
     of_weights = replace(options, model=model, optimizer_groups=groups)
-    imported = _read(path, choice.save, of_weights)
-    keep_configs(imported, path)
-    read = keep_companions(imported, path)
+    builder = _read(path, choice.save, of_weights)
+    keep_configs(builder, path)
+    read = keep_companions(builder, path)
     if training is not None:
         # of the models that are not read, as an optimizer may be theirs
         plain = replace(options, model=None, optimizer_groups=None)
@@ -128,12 +128,12 @@ def parse(path: FilePath, options: Options) -> Contents:
         for name, save in models.items():
             if name != training.model and save.whole:
                 others |= weights_of(_read(path, save, plain), name)
-        add_training(imported, training, others, options)
+        add_training(builder, training, others, options)
     read |= training.files if training else set()
-    _inventory(imported, choice, read, options)
+    _inventory(builder, choice, read, options)
     if options.model is not None and len(models) > 1:
-        imported.said["model"] = options.model
-    contents = imported.contents()
+        builder.said["model"] = options.model
+    contents = builder.contents()
     if choice.same is not None:
         contents = _compared(path, contents, choice.save, choice.same, options)
     return _with_parts(path, contents, choice.save, options)
@@ -192,45 +192,45 @@ def _files(path: FilePath) -> list[str]:
 def _read(path: FilePath, save: WeightSave, options: Options) -> ContentsBuilder:
     index = read_index(path / save.index)[0] if save.index else None
     if save.model.kind == "safetensors":
-        imported = safetensors.read_weights(path, path, save.files, options.sizes, index)
+        builder = safetensors.read_weights(path, path, save.files, options.sizes, index)
     else:
         if len(save.files) == 1:
             refuse_rank(path / save.files[0])
-        imported = torch_state.read_weights(path, path, save.files, options)
+        builder = torch_state.read_weights(path, path, save.files, options)
     if index is not None:
-        keep_index(imported, path / save.index, index)
-    return imported
+        keep_index(builder, path / save.index, index)
+    return builder
 
 
 # What lies beside.
 
 
 def _inventory(
-    imported: ContentsBuilder, choice: Choice, read: Collection[str], options: Options
+    builder: ContentsBuilder, choice: Choice, read: Collection[str], options: Options
 ) -> None:
     """Account for what is not `read`, with notes on files of the run and rivals."""
     used = choice.files_read | {*CONFIGS, SHARDED, *read}
     is_adapter = choice.save.model.stem == "adapter_model"
     noted: dict[str, list[str]] = defaultdict(list)
-    for entry in sorted(imported.path.children()):
+    for entry in sorted(builder.path.children()):
         if entry.name in used:
             continue
         reason, is_noted = _beside(entry, choice, options)
-        imported.skip(entry.name, "folder" if entry.is_dir() else "file", reason)
+        builder.skip(entry.name, "folder" if entry.is_dir() else "file", reason)
         if is_noted:
             noted[reason].append(entry.name)
-    if "adapter_config.json" in imported.extras and not is_adapter:
+    if "adapter_config.json" in builder.extras and not is_adapter:
         noted[_ADAPTER].append("adapter_config.json")
     for reason, names in noted.items():
-        imported.notes += _notes(reason, names)
+        builder.notes += _notes(reason, names)
     if is_adapter:
-        config = config_in(imported.extras, "adapter_config.json")
+        config = config_in(builder.extras, "adapter_config.json")
         base = config.get("base_model_name_or_path")
         method = method_of(config)
         applied = f"only {LORA} is merged, not {method or 'what its config does not name'}"
         if method == LORA:
             applied = "base.merge(adapter) (--merge) applies it"
-        imported.notes.append(
+        builder.notes.append(
             "these are the weights of an adapter, which mean something only with the model that it"
             f" changes, {base or 'which its config does not name'}; {applied}"
         )

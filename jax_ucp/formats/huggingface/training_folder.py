@@ -94,7 +94,7 @@ def training_beside(path: FilePath, names: Collection[str]) -> TrainingFolder:
 
 
 def add_training(
-    imported: ContentsBuilder,
+    builder: ContentsBuilder,
     folder: TrainingFolder,
     others: Mapping[str, StateTensor],
     options: Options,
@@ -105,28 +105,28 @@ def add_training(
     says, or where the user's word does not fit.
     """
     for name in folder.kept:
-        _keep(imported, folder.path / name)
-    imported.notes.insert(0, _note(imported, folder))
-    imported.about = _about(imported, folder)
+        _keep(builder, folder.path / name)
+    builder.notes.insert(0, _note(builder, folder))
+    builder.about = _about(builder, folder)
     if not folder.optimizers:
         return
     files = {name: _opened(folder.path / name) for name in folder.optimizers.values()}
-    imported.add_files(files)
+    builder.add_files(files)
     tree = Tree()
     for stem, name in folder.optimizers.items():
-        keep_extras(imported, name, files[name])
+        keep_extras(builder, name, files[name])
         tree.add(name, files[name], (stem,))
-        imported.unknown |= files[name].unknown
+        builder.unknown |= files[name].unknown
     states = {label: tensor.described() for label, tensor in tree.tensors.items()}
     states |= {label: StateTensor(path) for label, (path, _, _) in tree.numbers().items()}
     objects = {path: node for path, (_, node) in tree.objects.items()}
-    weights = weights_of(imported, folder.model)
+    weights = weights_of(builder, folder.model)
     names = {str(w.path[-1]): label for label, w in weights.items() if w.trainable}
     # states of parameters with all experts of a layer, of which the weights are stored one by one
     experts = {int(match[1]) for match in filter(None, map(_EXPERT.fullmatch, names))}
     shapes = {own.shape for own in states.values()} - {own.shape for own in weights.values()}
     is_fused = any(len(shape) > 1 and {*range(shape[0])} == experts for shape in shapes)
-    model = _ModelOf(imported, folder)
+    model = _ModelOf(builder, folder)
     packed = _packed(model, weights) if is_fused else None
     if is_fused and packed is None and options.optimizer_groups and not options.weights_only:
         raise FormatError(f"{folder.path}: optimizer_groups does not fit: {_FUSED}")
@@ -141,14 +141,12 @@ def add_training(
         orders = replace(orders, words=lambda: None)
     options = options if others else replace(options, model=None)
     stored = {name: [part.name for part in one.parts] for name, one in (packed or {}).items()}
-    placed = imported.placed({**weights, **others, **states}, objects, options, orders, stored)
-    imported.notes += placed.notes
+    placed = builder.placed({**weights, **others, **states}, objects, options, orders, stored)
+    builder.notes += placed.notes
     if is_fused and packed is None:
-        imported.notes.append(_FUSED)
-    _place(imported, tree, placed, packed or {})
-    tree.check(
-        imported, WeightsPlace(None, False, frozenset((stem,) for stem in folder.optimizers))
-    )
+        builder.notes.append(_FUSED)
+    _place(builder, tree, placed, packed or {})
+    tree.check(builder, WeightsPlace(None, False, frozenset((stem,) for stem in folder.optimizers)))
 
 
 def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
@@ -189,7 +187,7 @@ def _packed(
 
 
 def _place(
-    imported: ContentsBuilder,
+    builder: ContentsBuilder,
     tree: Tree,
     placed: Places,
     packed: Mapping[str, PackedParameter],
@@ -198,27 +196,27 @@ def _place(
     for label, tensor in tree.tensors.items():
         state, name = placed.at[label]
         reason = f"{state} of {name}" if state != "other" else "a state of no parameter"
-        whole, of = imported.array(tensor.key), packed.get(name)
+        whole, of = builder.array(tensor.key), packed.get(name)
         if state == "other" or of is None or len(of.parts) == 1:
             stored = of.parts[0].name if of and state != "other" else name
-            imported.parameter(state, stored, whole, reason)
+            builder.parameter(state, stored, whole, reason)
             continue
         if whole.info.shape not in ((), of.shape):
             raise FormatError(
-                f"{imported.path}: {state} of {name} has shape {list(whole.info.shape)}, the"
+                f"{builder.path}: {state} of {name} has shape {list(whole.info.shape)}, the"
                 f" parameter {list(of.shape)}: only states of the parameter's shape, and single"
                 " numbers, are states of its experts",
                 way_out="weights_only",
             )
         for part in of.parts:
             array = part.of(whole) if whole.info.shape else whole
-            imported.parameter(state, part.name, array, reason)
+            builder.parameter(state, part.name, array, reason)
     for label, (_, file, value) in tree.numbers().items():
         state, name = placed.at[label]
         if state == "other":
             continue
         for one in [part.name for part in packed[name].parts] if name in packed else [name]:
-            imported.constant(state, one, np.asarray(value), f"{file}:{label}")
+            builder.constant(state, one, np.asarray(value), f"{file}:{label}")
 
 
 def _opened(path: FilePath) -> TorchFile:
@@ -232,15 +230,15 @@ def _opened(path: FilePath) -> TorchFile:
         return TorchFile(path, lenient=True)
 
 
-def weights_of(imported: ContentsBuilder, model: str) -> dict[str, StateTensor]:
+def weights_of(builder: ContentsBuilder, model: str) -> dict[str, StateTensor]:
     """The weights of an import, as a state dict called `model` would have them, in their order."""
     weights: dict[str, StateTensor] = {}
-    for (state, key), param in imported.params.items():
+    for (state, key), param in builder.params.items():
         if str(state) != "param":
             continue
         name, info = str(key), param.info
         path = (model, name)
-        tie = imported.ties.get(name)
+        tie = builder.ties.get(name)
         weights[joined(path)] = StateTensor(path, info.shape, is_trainable(info.dtype), tie)
     return weights
 
@@ -249,25 +247,25 @@ def weights_of(imported: ContentsBuilder, model: str) -> dict[str, StateTensor]:
 class _ModelOf:
     """The class of a folder's model, by its configs, and whether files have its order."""
 
-    imported: ContentsBuilder
+    builder: ContentsBuilder
     folder: TrainingFolder
 
     @property
     def is_ordered(self) -> bool:
         """Whether weights come from one file of torch.save, which has the module's order."""
-        params = self.imported.params.items()
+        params = self.builder.params.items()
         weights = [array for (state, _), array in params if str(state) == "param"]
         files = {item.partition(":")[0] for array in weights for item in items_of(array)}
-        return self.imported.format == "torch" and len(files) == 1
+        return self.builder.format == "torch" and len(files) == 1
 
     def types(self) -> list[str]:
         """The model types that a config may mean; none of code that is not in transformers."""
-        config = config_in(self.imported.extras)
+        config = config_in(self.builder.extras)
         if config.get("auto_map"):
             return []
         if isinstance(model_type := config.get("model_type"), str):
             return [model_type]
-        adapter = config_in(self.imported.extras, "adapter_config.json").get("auto_mapping")
+        adapter = config_in(self.builder.extras, "adapter_config.json").get("auto_mapping")
         library = adapter.get("parent_library") if isinstance(adapter, dict) else None
         module = _MODULE.match(str(library))
         if module is None:
@@ -276,7 +274,7 @@ class _ModelOf:
 
     def release(self) -> str:
         """The release of transformers that wrote the config; empty if it does not say."""
-        return str(config_in(self.imported.extras).get("transformers_version", ""))
+        return str(config_in(self.builder.extras).get("transformers_version", ""))
 
 
 def _model_orders(model: _ModelOf, labels: Mapping[str, str]) -> ModelOrders:
@@ -325,42 +323,42 @@ _NO_ORDER = (
 # The rest of the trainer's state.
 
 
-def _keep(imported: ContentsBuilder, path: FilePath) -> None:
+def _keep(builder: ContentsBuilder, path: FilePath) -> None:
     """Keep a file of the trainer's state as extras, read and proved now. Raises FormatError."""
     name = path.name
     if name == TRAINER_STATE:
-        imported.extra(name, "state", read_json(path))
+        builder.extra(name, "state", read_json(path))
         return
     if path.size() > _MAX_KEPT_BYTES:
         reason = "the state of the trainer, with more data than settings have; open it by its path"
-        imported.skip(name, "file", reason)
-        imported.notes.append(f"not read: {name}: {reason}")
+        builder.skip(name, "file", reason)
+        builder.notes.append(f"not read: {name}: {reason}")
         return
     file = _opened(path)
-    imported.add_files({name: file})
-    keep_proved(imported, name, file)
+    builder.add_files({name: file})
+    keep_proved(builder, name, file)
     if name != _ARGUMENTS:  # which is an object of a class, always
-        imported.unknown |= file.unknown
+        builder.unknown |= file.unknown
 
 
-def _global_step(imported: ContentsBuilder) -> Any:
-    state = imported.extras.get(TRAINER_STATE, {}).get("state")
+def _global_step(builder: ContentsBuilder) -> Any:
+    state = builder.extras.get(TRAINER_STATE, {}).get("state")
     return state.get("global_step") if isinstance(state, dict) else None
 
 
-def _about(imported: ContentsBuilder, folder: TrainingFolder) -> About:
+def _about(builder: ContentsBuilder, folder: TrainingFolder) -> About:
     if not folder.of_trainer:
         return About("accelerate" if folder.kept else "")
-    step = _global_step(imported)
+    step = _global_step(builder)
     return About("transformers' Trainer", step if isinstance(step, int) else None)
 
 
-def _note(imported: ContentsBuilder, folder: TrainingFolder) -> str:
+def _note(builder: ContentsBuilder, folder: TrainingFolder) -> str:
     """The note that says which program wrote the folder."""
     writer = "accelerate"
     if folder.of_trainer:
-        writer = f"transformers' Trainer at step {_global_step(imported)} ({TRAINER_STATE})"
+        writer = f"transformers' Trainer at step {_global_step(builder)} ({TRAINER_STATE})"
     elif any(name.endswith(".pt") for name in folder.optimizers.values()):
         writer = "a trainer"
-    adapter = ", of an adapter of peft" if "adapter_config.json" in imported.extras else ""
+    adapter = ", of an adapter of peft" if "adapter_config.json" in builder.extras else ""
     return f"a training checkpoint of {writer}{adapter}"

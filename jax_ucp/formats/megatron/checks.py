@@ -95,14 +95,16 @@ def sizes_of(args: Args) -> dict[str, Any]:
 
 
 def model_spec(args: Args) -> Spec:
-    """The rules of Megatron's models; a gated query has a row of the gate for each of its own."""
+    """The rules of Megatron's models. With a gated query, each row of the query has one of the
+    gate.
+    """
     is_gated = args.optional("attention_output_gate")
     sizes = {"qkv_rows": "2 * (heads + query_groups) * head_dim"} if is_gated else {}
     return Spec(extends=built_in("megatron"), sizes=sizes)
 
 
 def check_whole(args: Args, shapes: Mapping[str, Shape]) -> None:
-    """Raise LayoutError for a parameter of another shape than by args, if a rule knows it."""
+    """Raise LayoutError if a parameter that a rule knows has another shape than by args."""
     spec = model_spec(args)
     rules = {sentence.param for layer in spec.layers for sentence in layer.own}
     claims = re2.compile("|".join(f"(?:{regex_of(rule)})" for rule in sorted(rules)))
@@ -112,7 +114,9 @@ def check_whole(args: Args, shapes: Mapping[str, Shape]) -> None:
 
 
 def shards_of(args: Args, expert: bool) -> int:
-    """Into how many GTP shards each tensor-parallel rank's weights were cut; 1 is no GTP."""
+    """The number of GTP shards into which each tensor-parallel rank's weights were cut; 1 without
+    GTP.
+    """
     ranks = args.tensor_ranks(expert)
     shards = args.optional(f"expert_{_SHARDS}" if expert else _SHARDS)
     return -(-shards // ranks) if isinstance(shards, int) else 1
@@ -123,7 +127,9 @@ def uses_gtp(args: Args) -> bool:
 
 
 def check_gtp(args: Args, path: FilePath, shapes: Mapping[str, Shape]) -> None:
-    """Raise FormatError unless every weight is stored as without GTP; `path` has the args."""
+    """Raise FormatError unless every weight is stored as it would be without GTP; `path` is the
+    file of the args.
+    """
     if not uses_gtp(args):
         return
     for name, shape in shapes.items():
@@ -138,7 +144,7 @@ def check_gtp(args: Args, path: FilePath, shapes: Mapping[str, Shape]) -> None:
 
 
 def _fault(args: Args, name: str, stored: int, shards: int) -> str | None:
-    """Why a weight of so many `stored` rows may not be as it is without GTP."""
+    """The reason why a weight of `stored` rows may differ from the one without GTP, or None."""
     if name.endswith(".linear_fc1.weight") and any(map(args.optional, _GATED)):
         return (
             "is of a gated layer, of which Megatron stores the first half of each shard as gate and"
@@ -158,7 +164,7 @@ def _fault(args: Args, name: str, stored: int, shards: int) -> str | None:
 
 
 def _rows(args: Args, name: str) -> tuple[int | None, int]:
-    """The rows of a weight by args, None if not known, and how many ranks have parts of them."""
+    """The number of rows of a weight by args, or None, and the number of ranks that share them."""
     layer = _LINEAR.fullmatch(name)
     length, ranks = None, args.tensor_ranks(is_expert(name))
     match layer[1] if layer else name:

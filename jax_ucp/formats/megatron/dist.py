@@ -93,7 +93,7 @@ def parse(path: FilePath, options: Options) -> Contents:
 
 
 def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -> Contents:
-    """The checkpoint that the files form; `beside` are files of the save directory."""
+    """The checkpoint in the files; `beside` names files of the save directory."""
     with naming(files.folder):
         # dp_zero_gather_scatter has its tensors in objects.
         groups = {} if options.weights_only else {key: group_key(key) for key in files.objects}
@@ -101,34 +101,34 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
         inside = {key: files.objects[key].load() for key in states_in}
         sources = {"": files.source, f"{files.common_name}:": files.common}
         sources |= {f"{files.objects[key].file}:{key}:": file for key, file in inside.items()}
-        importer = ContentsBuilder(
+        builder = ContentsBuilder(
             "megatron", files.folder, Combined.prefixed(sources), options.on_conflict
         )
         kind = as_dict(files.tree.get("content_metadata")).get(SHARDING_TYPE)
         layout = f"torch_dist, {kind:.40}" if isinstance(kind, str) else "torch_dist"
-        importer.about = about(layout, files.args, files.tree.get("iteration"))
-        importer.unknown |= files.common.unknown
-        tensors = tensor_states(importer, files, options.weights_only)
+        builder.about = about(layout, files.args, files.tree.get("iteration"))
+        builder.unknown |= files.common.unknown
+        tensors = tensor_states(builder, files, options.weights_only)
         check_args(files, tensors.shapes, tensors.dtypes)
         buffers = BufferStates()
         if not options.weights_only:
-            buffers = buffer_states(importer, files, tensors, inside)
+            buffers = buffer_states(builder, files, tensors, inside)
 
         states = {
             name: {**tensors.states.get(name, {}), **buffers.states.get(name, {})}
             for name in (*tensors.states, *buffers.states)
         }
-        stepless = _add_parameters(importer, files, options, states, buffers)
-        _add_objects(importer, files)
-        _add_common(importer, files, options.weights_only)
+        stepless = _add_parameters(builder, files, options, states, buffers)
+        _add_objects(builder, files)
+        _add_common(builder, files, options.weights_only)
         for key in buffers.gaps:
             gap = "a gap between tensors in a flat buffer, which holds what was in memory"
-            importer.skip(key, "", gap)
+            builder.skip(key, "", gap)
         for key in tensors.left:
-            importer.leave(key, "", LEFT)
+            builder.leave(key, "", LEFT)
         for name in beside:
-            importer.skip(name, "file", "beside the folder of the iteration, of all saves")
-        _account_for_files(importer, files)
+            builder.skip(name, "file", "beside the folder of the iteration, of all saves")
+        _account_for_files(builder, files)
 
         notes: list[str] = []
         if stepless:
@@ -145,8 +145,8 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
             )
             if (files.folder / RUN_CONFIG).is_file():
                 without_args = f"Megatron-Bridge wrote it: {RUN_CONFIG} says what the run was"
-        add_notes(importer, files.args, options, saved, notes, without_args)
-        contents = importer.contents()
+        add_notes(builder, files.args, options, saved, notes, without_args)
+        contents = builder.contents()
     # of objects, on which no leaf rests; the tensors inside some have claims of their own
     objects = [
         LeafClaim(ObjectSums(key, stored), frozenset())
@@ -157,18 +157,18 @@ def read_files(files: DistFiles, options: Options, beside: Sequence[str] = ()) -
 
 
 def _add_parameters(
-    importer: ContentsBuilder,
+    builder: ContentsBuilder,
     files: DistFiles,
     options: Options,
     states: Mapping[str, States],
     buffers: BufferStates,
 ) -> list[str]:
-    """Add all parameters; returns those with states of which nothing says how often they stepped.
+    """Add all parameters; returns the names of those whose number of steps is not stored.
 
-    Raises FormatError where a parameter has not the states of most that share one with it: one
-    optimizer's have the same states, another's, such as Muon's beside Adam's, share none. What has
-    no state was frozen, or is of plain SGD. Also for low bits of masters that may have been moved,
-    because nothing would show it.
+    Raises FormatError if a parameter lacks a state that most parameters of its optimizer have.
+    Parameters of one optimizer have the same states; those of another, such as Muon beside Adam,
+    have no state in common with them. A parameter without a state was frozen, or is of plain SGD.
+    Also raises it for low bits of masters that may have been moved, because nothing would show it.
     """
     args, stepless = files.args, list[str]()
     by_experts = {} if options.weights_only else optimizer_groups(files)
@@ -184,7 +184,7 @@ def _add_parameters(
                 first = buffers.copies[name]
                 reason = f"a later pipeline stage's copy of {first}, compared with it by verify"
                 for state, param in unpadded(first, own, options.sizes).items():
-                    importer.duplicate(state, first, param, reason)
+                    builder.duplicate(state, first, param, reason)
                 continue
             cause = buffers.causes.get(name)
             if cause is not None and "param" in own:
@@ -196,23 +196,25 @@ def _add_parameters(
                     )
                 if not joined and options.on_conflict:
                     rounded = are_rounded(args)
-                    importer.prove_place(name, own["param"], own["weight"], cause, rounded)
+                    builder.prove_place(name, own["param"], own["weight"], cause, rounded)
             whole = unpadded(name, own, options.sizes)
             if own.keys() != {"weight"}:
-                step = step_of(importer, files, groups, name, own, mixed)
+                step = step_of(builder, files, groups, name, own, mixed)
                 if step is None:
                     stepless.append(name)
                 else:
                     whole["step"] = step
-                importer.hyperparameters(name, settings_of(args, settings, name, own))
-            add_parameter(importer, args, name, whole, cause=cause or "")
+                builder.hyperparameters(name, settings_of(args, settings, name, own))
+            add_parameter(builder, args, name, whole, cause=cause or "")
     return stepless
 
 
 def _check_alike(
     files: DistFiles, name: str, states: Mapping[str, Any], kinds: Mapping[frozenset[str], int]
 ) -> None:
-    """`kinds` count the parameters with each set of states."""
+    """Raise FormatError unless a parameter has the states of its optimizer; `kinds` count the
+    parameters with each set of states.
+    """
     kept = frozenset(states) - {"weight", "param"}
     alike = [states for states in kinds if states & kept]
     usual = max(alike, key=kinds.__getitem__, default=frozenset[str]())
@@ -229,66 +231,66 @@ def _check_alike(
     )
 
 
-def _add_objects(importer: ContentsBuilder, files: DistFiles) -> None:
+def _add_objects(builder: ContentsBuilder, files: DistFiles) -> None:
     for item in files.left:
-        importer.skip(item, "object", LEFT)
+        builder.skip(item, "object", LEFT)
     for key, stored in files.objects.items():
         item, group = f"{stored.file}:{key}", group_key(key)
         if "._extra_state/" in key:
-            importer.skip(item, "object", TRANSFORMER_ENGINE)
+            builder.skip(item, "object", TRANSFORMER_ENGINE)
             continue
         if group is not None and group.what != "optimizer":
-            importer.skip(item, "object", LAYOUT)
+            builder.skip(item, "object", LAYOUT)
             continue
         try:
             opened = stored.load()
         except UnsafePickle as error:
-            importer.leave_out(item, f"the object {key}", error)
+            builder.leave_out(item, f"the object {key}", error)
             continue
-        importer.unknown |= opened.unknown
+        builder.unknown |= opened.unknown
         tree = opened.tree
         if isinstance(tree, list) and len(tree) == 1:
             [tree] = tree
-        importer.extra(stored.file, key, tree, opened)
+        builder.extra(stored.file, key, tree, opened)
 
 
-def _add_common(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> None:
+def _add_common(builder: ContentsBuilder, files: DistFiles, weights_only: bool) -> None:
     common = files.common_name
     for name, value in files.tree.items():
         if name != "optimizer":
-            importer.extra(common, name, value)
+            builder.extra(common, name, value)
         elif weights_only:
-            importer.skip(f"{common}:optimizer", "param_groups", LEFT)
+            builder.skip(f"{common}:optimizer", "param_groups", LEFT)
             for _, node in walk(value):
                 if isinstance(node, StoredTensor):
-                    importer.skip(f"{common}:{node.key}", "", LEFT)
+                    builder.skip(f"{common}:{node.key}", "", LEFT)
         else:
             several = isinstance(value, list) or 0 in as_dict(value)
             for label, part in beside_tensors(optimizers(value) if several else value).items():
-                importer.extra(common, label, part)
+                builder.extra(common, label, part)
 
 
-def _account_for_files(importer: ContentsBuilder, files: DistFiles) -> None:
+def _account_for_files(builder: ContentsBuilder, files: DistFiles) -> None:
     nothing = "nothing of the checkpoint lies in it"
     for name in files.beside:
-        importer.skip(name, "file", nothing)
+        builder.skip(name, "file", nothing)
     tables = {CONFIG_FILE: "names the backend", METADATA_FILE: "says which chunk is where"}
     accounted = {*files.files, *files.left, files.common_name}
     for path in sorted(path for path in files.folder.children() if path.name not in accounted):
         if path.name in tables:
             reason = f"{tables[path.name]}; the tree's names and shapes come from it"
-            importer.skip(path.name, "metadata", reason)
+            builder.skip(path.name, "metadata", reason)
             continue
-        importer.skip(path.name, f"{path.size()} bytes", nothing)
+        builder.skip(path.name, f"{path.size()} bytes", nothing)
         if path.suffix == ".distcp":
-            importer.notes.append(f"{path.name} belongs to no tensor: it is left from another save")
+            builder.notes.append(f"{path.name} belongs to no tensor: it is left from another save")
 
 
 # -- what ranks have in common, and the optimizer's groups
 
 
 def check_args(files: DistFiles, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> None:
-    """Raise FormatError at the first difference of args and the model's shapes and dtypes."""
+    """Raise FormatError at the first difference between args and the stored shapes and dtypes."""
     if not files.args.fields:
         return
     check_gtp(files.args, files.common.path, shapes)
@@ -335,10 +337,10 @@ def _of_optimizer(files: DistFiles, dtypes: Mapping[str, str]) -> Iterator[Compa
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroup:
-    """The settings of a parameter group, and its number of steps, if it says one.
+    """The settings of a parameter group, and its number of steps, or None if it has none.
 
-    `at` is `file:item` of them. A tensor in `common.pt` counts the steps of all: `settings` is then
-    None.
+    `at` is the place of the group, `file:item`. `settings` is None for a tensor in `common.pt` that
+    counts the steps of all parameters.
     """
 
     steps: int | float | None
@@ -389,17 +391,17 @@ def _groups(inner: dict[Any, Any], at: str) -> Iterator[OptimizerGroup]:
 
 
 def step_of(
-    importer: ContentsBuilder,
+    builder: ContentsBuilder,
     files: DistFiles,
     groups: Sequence[OptimizerGroup],
     name: str,
     states: States,
     mixed: bool,
 ) -> Array | None:
-    """The number of steps of a parameter, or None where no group says one (SGD counts none).
+    """The number of steps of a parameter, or None if no group has one (SGD counts none).
 
-    `mixed`: another optimizer has some of the parameters. Raises FormatError where groups that may
-    have the parameter say different numbers.
+    `mixed` is whether another optimizer has some of the parameters. Raises FormatError if the
+    groups that may have the parameter have different numbers.
     """
     counts = [group for group in groups if group.steps is not None]
     if mixed:  # Adam beside another optimizer: the step of one is not that of the other
@@ -419,7 +421,7 @@ def step_of(
                 " or was changed. weights_only opens the weights alone"
             )
     if first.settings is None:
-        return importer.array(first.at)
+        return builder.array(first.at)
     dtype = np.int32 if isinstance(first.steps, int) else np.float32
     return stated(np.asarray(first.steps, dtype), first.at)
 

@@ -45,7 +45,7 @@ _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_(\d+(?:\.\d+)*)")
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object that is not a tensor, in `file`; from torch_dist a list of one item."""
+    """An object that is not a tensor, in `file`. In torch_dist it is a list of one item."""
 
     file: str
     load: Callable[[], TorchFile]
@@ -53,7 +53,7 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class ObjectSums:
-    """The CRC recorded of the bytes of an object, where one is."""
+    """The claim that the bytes of an object have the CRC that is recorded, if one is."""
 
     label: str
     stored: StoredObject
@@ -73,10 +73,11 @@ class ObjectSums:
 
 @dataclass(frozen=True)
 class StoredItems:
-    """Tensors and objects as a backend stores them; `source` has the chunks of the tensors.
+    """The tensors and objects that a backend stores; `source` has the chunks of the tensors.
 
-    `files` are the names of what they lie in. `left` names objects and folders of the optimizer, if
-    only weights were asked for, `beside` strangers in folders of zarr.
+    `files` are the names of the files or folders that hold them. `left` names the objects and
+    folders of the optimizer that are not read because only weights were asked for. `beside` names
+    unknown files in folders of zarr.
     """
 
     tensors: Mapping[str, DistTensor]
@@ -89,7 +90,9 @@ class StoredItems:
 
 @dataclass(frozen=True, kw_only=True)
 class DistFiles(StoredItems):
-    """Everything that is stored: `common_name` is where `common` lies, and `tree` what is in it."""
+    """Everything that is stored. `common` is the file or object with the values that all ranks have
+    in common, `common_name` its name and `tree` its content.
+    """
 
     folder: FilePath
     args: Args
@@ -107,7 +110,9 @@ def is_checkpoint(path: FilePath) -> bool:
 
 
 def checkpoint_folder(path: FilePath) -> FilePath:
-    """The folder of the iteration in a save directory; NeMo's `weights`; else the path."""
+    """The folder of the iteration in a save directory, or NeMo's folder `weights`; else the
+    path.
+    """
     folder = iteration_folder(path)
     if folder != path or _is_iteration(path):
         return folder
@@ -115,14 +120,15 @@ def checkpoint_folder(path: FilePath) -> FilePath:
     if not any(child.name == _NEMO_WEIGHTS for child in inside):
         path = inside[0] if len(inside) == 1 else path
     weights = path / _NEMO_WEIGHTS
-    has_table = (weights / METADATA_FILE).is_file()  # whose it is, the formats ask
+    has_table = (weights / METADATA_FILE).is_file()  # the formats decide whose it is
     return weights if has_table or (weights.is_dir() and _is_iteration(weights)) else folder
 
 
 def _is_iteration(folder: FilePath) -> bool:
-    """Whether `metadata.json` says so, or, if that is lost, what lies there.
+    """Whether a folder is that of an iteration: by `metadata.json`, or if that is lost, by objects
+    or by `common.pt` beside the table of tensors.
 
-    What only the keys in `.metadata` say, `fsdp` asks, which reads that file.
+    Checkpoints that only the keys in `.metadata` show are recognised in `fsdp`.
     """
     if _backend(folder) is not None:
         return True
@@ -135,7 +141,7 @@ def _is_iteration(folder: FilePath) -> bool:
 
 
 def without_backend(folder: FilePath) -> FormatError:
-    """The error for a checkpoint of which nothing says that its save ended.
+    """The error for a checkpoint without the file that is written when a save has ended.
 
     Facts: `save` in `megatron/core/dist_checkpointing/serialization.py` of Megatron-LM core_v0.16.1
     to core_v0.19.0, which calls `save_config` last.
@@ -175,7 +181,7 @@ def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
         )
     items = read(folder, is_optimizers if weights_only else lambda key: False)
 
-    # what all ranks have in common: a `common.pt` beside an object of it is of another save
+    # the values that ranks have in common; a `common.pt` beside such an object is of another save
     objects = dict(items.objects)
     if stored := objects.pop(COMMON_OBJECT, None):
         name, common = f"{stored.file}:{COMMON_OBJECT}", stored.load()
@@ -206,7 +212,7 @@ def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
 
 
 def _check_train_state(folder: FilePath, iteration: Any) -> None:
-    """Raise FormatError where Megatron-Bridge's own file is of another step."""
+    """Raise FormatError if Megatron-Bridge's own file is of another step."""
     path = folder / TRAIN_STATE
     if not path.is_file():
         return
@@ -223,7 +229,7 @@ def _check_train_state(folder: FilePath, iteration: Any) -> None:
 
 
 def _check_objects(folder: FilePath, objects: Iterable[str]) -> None:
-    """Raise FormatError where `<name>/shard_<place>_<grid>` is not there for each place."""
+    """Raise FormatError unless `<name>/shard_<place>_<grid>` is there for every place of a grid."""
     grids: dict[tuple[str, str], set[str]] = {}
     for match in filter(None, map(_OBJECT.fullmatch, objects)):
         grids.setdefault((match[1], match[3]), set()).add(match[2])
@@ -272,7 +278,9 @@ def _torch_dist(folder: FilePath, leave: Callable[[str], bool]) -> StoredItems:
 
 
 def _zarr(folder: FilePath, leave: Callable[[str], bool]) -> StoredItems:
-    """The items of zarr. Raises FormatError for names that a file system or a browser changed."""
+    """The items of the zarr backend. Raises FormatError for names that a file system or a browser
+    changed.
+    """
     folders = sorted(path.name for path in folder.children() if path.is_dir())
     if changed := [name for name in folders if name.isupper()]:
         raise FormatError(

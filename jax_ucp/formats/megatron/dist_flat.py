@@ -83,7 +83,9 @@ Address = tuple[int, int, int, str]
 
 @dataclass(frozen=True)
 class StoredBuffer:
-    """A rank's coalesced buffer: sizes of buckets, and states' pieces (start, stop, key)."""
+    """A rank's buffer: the sizes of its buckets, and the pieces (start, stop, key) of each
+    state.
+    """
 
     name: str
     coalesced: bool
@@ -95,8 +97,9 @@ class StoredBuffer:
 class BufferStates:
     """The states in flat buffers, by parameter, then state.
 
-    `gaps` are the pieces between tensors. `copies` are later stages' embeddings, with their
-    parameters. `causes` say of parameters why their masters may be those of others.
+    `gaps` are the keys of pieces between tensors. `copies` maps the embeddings of later stages to
+    the parameters that they are copies of. `causes` has the reason why the masters of a parameter
+    may be those of another one, by parameter.
     """
 
     states: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
@@ -110,7 +113,7 @@ def has_flat_buffers(files: DistFiles) -> bool:
 
 
 def buffer_states(
-    importer: ContentsBuilder,
+    builder: ContentsBuilder,
     files: DistFiles,
     tensors: TensorStates,
     inside: Mapping[str, TorchFile],
@@ -131,7 +134,7 @@ def buffer_states(
         shards: dict[str, dict[str, dict[int, Array]]] = {}  # by parameter, state and rank
         for placed in buffers:
             for state, pieces in placed.stored.pieces.items():
-                arrays = [(start, importer.array(key)) for start, _, key in pieces]
+                arrays = [(start, builder.array(key)) for start, _, key in pieces]
                 for start, part in placed.buffer.parts:
                     label = f"{state} of {part.name} in {placed.stored.name}"
                     by_rank = shards.setdefault(part.name, {}).setdefault(state, {})
@@ -270,9 +273,9 @@ def _only(tree: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class _RankTensors:
-    """How tensor-parallel ranks held each parameter, and the copies of an embedding.
+    """The layout of each parameter over the tensor-parallel ranks, and the copies of an embedding.
 
-    `dtypes` are those of parameters without states by name, which can be in flat buffers.
+    `dtypes` are those of the parameters that can be in flat buffers: those without states by name.
     """
 
     cuts: Mapping[str, ParamLayout]
@@ -320,9 +323,10 @@ def _rank_tensors(files: DistFiles, tensors: TensorStates) -> _RankTensors:
 def _in_proved_order(
     files: DistFiles, ranks: _RankTensors, stored: Mapping[Address, StoredBuffer]
 ) -> list[PlacedBuffer]:
-    """The buffers, by the first order of modules with their sizes; masters and weights prove it.
+    """The buffers by the first order of modules that fits the stored sizes; masters are compared
+    with weights later, which proves it.
 
-    Masters of low 16 bits prove none: then all orders that fit must be one.
+    Low 16 bits of masters prove nothing: then all orders that fit must be the same.
     """
     dtypes = {tensor.dtype for key, tensor in files.tensors.items() if is_flat(key)}
     every = any(are_remainders(files.args, dtype, BF16) for dtype in (*dtypes, np.dtype("f4")))
@@ -356,7 +360,9 @@ def _plans(
     several: bool,
     stored: Mapping[Address, StoredBuffer],
 ) -> dict[int, Plan]:
-    """The buffers by optimizer: of `several` the second is experts', or layer-wise."""
+    """The planned buffers by optimizer: of `several`, the second one is that of experts, or has
+    what a layer-wise optimizer leaves.
+    """
     shapes = {name: layout.shards[0] for name, layout in ranks.cuts.items()}
     experts: dict[int, bool | None] = {0: False, 1: True} if several else {0: None}
     if files.args.is_layer_wise:
@@ -405,7 +411,9 @@ def placed_buffers(
 
 
 def _gaps(files: DistFiles, stored: StoredBuffer, buffer: FlatBuffer) -> list[str]:
-    """The pieces between tensors. Ranks wrote each tensor's by itself: none is in two."""
+    """The keys of the pieces between tensors. Raises FormatError for a piece in two tensors,
+    because ranks wrote each tensor's pieces by themselves.
+    """
     if stored.coalesced:
         return []
     gaps: list[str] = []
@@ -427,7 +435,9 @@ def _gaps(files: DistFiles, stored: StoredBuffer, buffer: FlatBuffer) -> list[st
 
 
 def _moved(files: DistFiles, tensors: TensorStates) -> dict[str, str]:
-    """The causes for parameters that `fully_reshardable` may have moved."""
+    """The reasons of `BufferStates.causes` for parameters that `fully_reshardable` may have
+    moved.
+    """
     args = files.args
     try:
         if args.is_layer_wise:
@@ -436,7 +446,7 @@ def _moved(files: DistFiles, tensors: TensorStates) -> dict[str, str]:
         several = args.degree("expert_model_parallel_size") > 1
         recorded, *_ = orders = module_orders(args)
         causes: dict[str, str] = {}
-        # nothing shows which release wrote it, and so in which of their orders
+        # nothing shows which release wrote the checkpoint, and so which order it used
         for order in [order for order in orders if order.fused_norm == recorded.fused_norm]:
             plans = _plans(files, ranks, order, several, {})
             buffers = [buffer for plan in plans.values() for _, buffer in plan.values()]

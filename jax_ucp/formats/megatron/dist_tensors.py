@@ -30,10 +30,10 @@ from jax_ucp.layout.parts import Shape
 
 @dataclass(frozen=True)
 class TensorStates:
-    """By parameter and state how it is stored; `weight` is what the model computes with.
+    """The arrays by parameter and state; `weight` is the one that the model computes with.
 
-    `boxes` are the blocks in which the weight was written, `dtypes` those of weights, `left` the
-    optimizer's tensors, where weights alone are opened.
+    `boxes` are the blocks in which each weight was written, `dtypes` those of weights. `left` are
+    the keys of the optimizer's tensors, if weights alone are opened.
     """
 
     states: Mapping[str, Mapping[str, Array]]
@@ -46,8 +46,10 @@ class TensorStates:
         return {name: states["weight"].info.shape for name, states in self.states.items()}
 
 
-def tensor_states(importer: ContentsBuilder, files: DistFiles, weights_only: bool) -> TensorStates:
-    """The states stored as tensors of the model's shapes. Raises FormatError for others."""
+def tensor_states(builder: ContentsBuilder, files: DistFiles, weights_only: bool) -> TensorStates:
+    """The states that are stored as tensors of the model's shapes. Raises FormatError for a state
+    of another shape, or of no tensor of the model.
+    """
     models = {key: state_of(key) for key in itertools.filterfalse(is_flat, files.tensors)}
     weights = {key: place for key, place in models.items() if place[0] == "weight"}
     by_state: dict[str, Blocks] = {}
@@ -76,7 +78,7 @@ def tensor_states(importer: ContentsBuilder, files: DistFiles, weights_only: boo
         for name, (shape, runs) in join_gated(params).items():
             arrays = [  # a stored tensor, or a part of one
                 cut(f"{run.key} from {run.start}", array, run.start, run.target.shape)
-                for run, array in ((run, importer.array(run.key)) for run in runs)
+                for run, array in ((run, builder.array(run.key)) for run in runs)
             ]
             targets = tuple(run.target for run in runs)
             whole = joined(f"{state}.{name}", layout(tuple(shape), targets), arrays)

@@ -119,9 +119,11 @@ def _of_optimizer(metadata: DcpMetadata) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Saved:
-    """The state dict: tensors of the model by their names, and those of the optimizer.
+    """The state dict that was saved, whose tensors have DCP's flattened names.
 
-    Names are DCP's flattened ones. `named` has states by parameter, `numbered` optimizers' dicts.
+    `weights` are the model's tensors by their names in the model. `named` has the states of
+    optimizers by (parameter, state), and `settings` the settings of parameters; `numbered` are the
+    dicts of optimizers that number their parameters. `beside` names everything else.
     """
 
     weights: Mapping[str, str]
@@ -132,7 +134,9 @@ class Saved:
 
 
 def saved(paths: Mapping[str, _Path], leaves: Mapping[str, Any]) -> Saved:
-    """The leaves, tensors and objects, by their paths. Raises FormatError for a path in a value."""
+    """The state dict of leaves, which are tensors and objects, by their paths. Raises FormatError
+    for a path that leads into another value.
+    """
     weights: dict[str, str] = {}
     named: dict[tuple[str, str], Any] = {}
     settings: dict[str, dict[str, Any]] = {}
@@ -193,17 +197,17 @@ def _is_number(step: str | int) -> bool:
 def _contents(metadata: DcpMetadata, options: Options) -> Contents:
     folder, table = metadata.folder, metadata.folder / metadata.files[0]
     source = DcpSource(metadata)
-    importer = ContentsBuilder("megatron", folder, source, options.on_conflict)
+    builder = ContentsBuilder("megatron", folder, source, options.on_conflict)
     left = _of_optimizer(metadata) if options.weights_only else frozenset[str]()
     save = DcpSave("", metadata, source, left)
     save.open_ahead()
     objects = {
-        fqn: read_object(importer, fqn, span, save)
+        fqn: read_object(builder, fqn, span, save)
         for fqn, spans in metadata.objects.items()
         for span in spans
     }
     args, iteration = Args(args_of(objects, table)), objects.get("iteration")
-    importer.about = about("torch_dcp or fsdp_dtensor", args, iteration)
+    builder.about = about("torch_dcp or fsdp_dtensor", args, iteration)
     spans = metadata.objects.get("iteration")
     check_iteration(folder / spans[0].file if spans else table, folder, iteration)
     check_facts(save)
@@ -218,8 +222,8 @@ def _contents(metadata: DcpMetadata, options: Options) -> Contents:
     for local in [local for local in weights if local.endswith("._extra_state")]:
         fqn = weights.pop(local)
         for chunk in metadata.tensors[fqn].chunks if fqn in metadata.tensors else ():
-            importer.skip(chunk_key(fqn, chunk), "", TRANSFORMER_ENGINE)
-    model = _whole(importer, metadata, args, weights)
+            builder.skip(chunk_key(fqn, chunk), "", TRANSFORMER_ENGINE)
+    model = _whole(builder, metadata, args, weights)
     check_degrees(args, model)
     shapes = {name: array.info.shape for name, array in model.items()}
     refuse_difference(table, of_model(args, shapes))
@@ -238,34 +242,33 @@ def _contents(metadata: DcpMetadata, options: Options) -> Contents:
     if options.weights_only:
         for fqn in left & metadata.tensors.keys():
             for chunk in metadata.tensors[fqn].chunks:
-                importer.leave(chunk_key(fqn, chunk), "", LEFT)
+                builder.leave(chunk_key(fqn, chunk), "", LEFT)
     else:
-        _fill_states(importer, metadata, args, stored, weights, states)
+        _fill_states(builder, metadata, args, stored, weights, states)
     for name, weight in model.items():
         own = {"weight": weight, **states[name]}
         whole = unpadded(name, own, options.sizes)
-        add_parameter(importer, args, name, whole, remainders=False)
+        add_parameter(builder, args, name, whole, remainders=False)
     for local, settings in stored.settings.items():
-        importer.hyperparameters(_name(args, local), settings)
+        builder.hyperparameters(_name(args, local), settings)
     for fqn in stored.beside:  # tensors of neither, such as states of generators, are extras
         if entry := metadata.tensors.get(fqn):
             for chunk in entry.chunks:
                 file, _, item = chunk_key(fqn, chunk).partition(":")
                 tensor = StoredTensor(item, chunk.sizes, entry.dtype, "", 0, ())
-                importer.extra(file, fqn, tensor)
+                builder.extra(file, fqn, tensor)
     kind = "Megatron-FSDP (fsdp_dtensor)" if stored.named else "torch's FSDP2 (torch_dcp)"
-    importer.notes.append(f"saved by Megatron with {kind}")
+    builder.notes.append(f"saved by Megatron with {kind}")
     alone = not (options.weights_only or stored.named) and numbered_alone(stored.numbered)
     optimizer = bool(stored.named or stored.numbered)
-    add_notes(importer, args, options, optimizer, [NUMBERED_ALONE] * alone)
-    account_for_files(importer, save)
-    return importer.contents()
+    add_notes(builder, args, options, optimizer, [NUMBERED_ALONE] * alone)
+    account_for_files(builder, save)
+    return builder.contents()
 
 
 def check_settings(metadata: DcpMetadata, objects: Mapping[str, Any]) -> None:
-    """Raise FormatError where files have settings of several steps.
-
-    The first of groups that are alike, such as those without weight decay, has its step and rate.
+    """Raise FormatError if files have the settings of several steps: groups of one kind, such as
+    those without weight decay, must have the same step and rate.
     """
     facts, settings = Facts(metadata.folder), dict[str, dict[str, tuple[str, Any]]]()
     for fqn, spans in metadata.objects.items():
@@ -295,24 +298,24 @@ def _block(metadata: DcpMetadata, fqn: str) -> tuple[Shape, list[StoredRun]]:
 
 
 def _whole(
-    importer: ContentsBuilder, metadata: DcpMetadata, args: Args, fqns: Mapping[str, str]
+    builder: ContentsBuilder, metadata: DcpMetadata, args: Args, fqns: Mapping[str, str]
 ) -> dict[str, Array]:
-    """A state of the tensors by the parameter's global name; gate and up are one."""
+    """The arrays of one state by the parameter's global name; gate and up form one parameter."""
     params = {local: _block(metadata, fqn) for local, fqn in fqns.items()}
     whole: dict[str, Array] = {}
     for local, (shape, runs) in join_gated(params).items():
         # ranks that have gate and up of their own one after the other in a tensor
         has_both = local in params and args.get("swiglu", False) and _GATED_LAYER.search(local)
         ranks = args.tensor_ranks(is_expert(local)) if has_both else 1
-        whole[_name(args, local)] = _joined(importer, local, shape, runs, ranks)
+        whole[_name(args, local)] = _joined(builder, local, shape, runs, ranks)
     return whole
 
 
 def _joined(
-    importer: ContentsBuilder, name: str, shape: Shape, runs: Sequence[StoredRun], ranks: int = 1
+    builder: ContentsBuilder, name: str, shape: Shape, runs: Sequence[StoredRun], ranks: int = 1
 ) -> Array:
     layout = regrouped(block_layout(shape, [run.target for run in runs]), ranks)
-    return importer.joined(name, layout, [run.key for run in runs])
+    return builder.joined(name, layout, [run.key for run in runs])
 
 
 def _name(args: Args, local: str) -> str:
@@ -329,15 +332,15 @@ def _name(args: Args, local: str) -> str:
 
 
 def _fill_states(
-    importer: ContentsBuilder,
+    builder: ContentsBuilder,
     metadata: DcpMetadata,
     args: Args,
     stored: Saved,
     weights: Mapping[str, str],
     states: Mapping[str, dict[str, Array]],
 ) -> None:
-    """Add the optimizer's states to parameters' of `weights`; numbered ones of which nothing says
-    whose they are, are kept apart. Raises FormatError.
+    """Add the optimizer's states to `states` of the parameters. Numbered states are kept apart if
+    nothing decides whose they are. Raises FormatError.
     """
     # the parameter, the state, and the tensor or number of all that optimizers have
     found = [(local, state, leaf) for (local, state), leaf in stored.named.items()]
@@ -352,8 +355,8 @@ def _fill_states(
             found.append((module.local, state.state, leaf))
     except Undecided as error:
         apart = [fqn for fqn in metadata.tensors if metadata.paths[fqn][0] == "optimizer"]
-        tensors = {fqn: _joined(importer, fqn, *_block(metadata, fqn)) for fqn in apart}
-        keep_apart(importer, tensors, str(error))
+        tensors = {fqn: _joined(builder, fqn, *_block(metadata, fqn)) for fqn in apart}
+        keep_apart(builder, tensors, str(error))
 
     def add(name: str, state: str, value: Array) -> None:
         if name not in states:
@@ -378,7 +381,7 @@ def _fill_states(
             add(_name(args, local), state, number(leaf, where))
     for state, fqns in by_state.items():
         if any(metadata.tensors[fqn].shape != () for fqn in fqns.values()):
-            for name, param in _whole(importer, metadata, args, fqns).items():
+            for name, param in _whole(builder, metadata, args, fqns).items():
                 add(name, state, param)
             continue
         # one number of each parameter, of which halves have one each: replicas
@@ -388,12 +391,14 @@ def _fill_states(
             keys.setdefault(_name(args, local), []).extend(run.key for run in runs)
         for name, own in keys.items():
             layout = Replicated().join([()] * len(own))
-            add(name, state, importer.joined(f"{state}.{name}", layout, own))
+            add(name, state, builder.joined(f"{state}.{name}", layout, own))
     check_alike(states)
 
 
 def check_alike(states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise FormatError where a parameter has other states than the rest; a frozen one has none."""
+    """Raise FormatError if a parameter has other states than the rest; a frozen one may have
+    none.
+    """
     kinds = Counter(frozenset(own) for own in states.values() if own)
     if len(kinds) <= 1:
         return
@@ -409,7 +414,7 @@ def check_alike(states: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def check_degrees(args: Args, model: Mapping[str, Any]) -> None:
-    """Raise FormatError where tensors of several ranks had one name: DCP keeps one of them."""
+    """Raise FormatError if tensors of several ranks had one name, of which DCP keeps one tensor."""
     kinds = ["pipeline_model"]
     if args.optional("ckpt_format") != "fsdp_dtensor":
         kinds += ["tensor_model", "expert_model"]
@@ -433,7 +438,9 @@ def check_degrees(args: Args, model: Mapping[str, Any]) -> None:
 
 
 def regrouped(layout: ParamLayout, ranks: int) -> ParamLayout:
-    """The gates of all ranks, then all ups, of a tensor that has gate and up of each in turn."""
+    """The layout in which the gates of all ranks come first, then all ups, of a tensor that has the
+    gate and the up of each rank in turn.
+    """
     if ranks == 1:
         return layout
     rows, *rest = layout.shape

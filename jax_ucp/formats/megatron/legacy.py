@@ -81,9 +81,10 @@ _RankModules = tuple[LegacyRank, list[list[Module]]]
 
 @dataclass(frozen=True)
 class RankShards:
-    """A parameter as ranks have it; `file` is the first that has it.
+    """The shards of a parameter on all ranks; `file` is the first file that has one.
 
-    By state `shards` has each tensor-parallel rank's copies, and `numbers` what each file says.
+    By state, `shards` has the copies of each tensor-parallel rank, and `numbers` the number that
+    each file has.
     """
 
     file: str
@@ -113,23 +114,23 @@ def parse(path: FilePath, options: Options) -> Contents:
             " legacy format keeps the shards of one rank alone"
         )
     files = {name: file for rank in ranks for name, file in rank.files.items()}
-    importer = ContentsBuilder("megatron", folder, Combined.of_files(files), options.on_conflict)
-    importer.about = about("legacy", args, ranks[0].tree.get("iteration"))
-    importer.unknown |= {name for file in files.values() for name in file.unknown}
-    modules = _rank_modules(importer, args, ranks)
+    builder = ContentsBuilder("megatron", folder, Combined.of_files(files), options.on_conflict)
+    builder.about = about("legacy", args, ranks[0].tree.get("iteration"))
+    builder.unknown |= {name for file in files.values() for name in file.unknown}
+    modules = _rank_modules(builder, args, ranks)
     params: dict[str, RankShards] = {}
     for rank, by_chunk in modules:
         for module in itertools.chain(*by_chunk):
             weight = ModuleState("weight", rank.key(module.tensor), module.tensor.shape)
-            _add_shards(importer, params, rank, module, weight)
-    has_states = not options.weights_only and _add_states(importer, args, modules, params)
+            _add_shards(builder, params, rank, module, weight)
+    has_states = not options.weights_only and _add_states(builder, args, modules, params)
     by_name = _layouts(folder, args, options, params)
     with naming(folder):
         groups: list[dict[str, Any]] = []  # of every optimizer of every rank
         for rank in ranks if has_states else ():
             for part in optimizer_parts(rank.tree.get("optimizer") or []):
                 groups += param_groups(rank.model.path, part.get("optimizer", part))
-        _add_parameters(folder, importer, args, by_name, params, groups)
+        _add_parameters(folder, builder, args, by_name, params, groups)
     if has_states and args.get("use_distributed_optimizer"):
         tied = _is_tied(args, by_name)
         for name in by_name:
@@ -137,20 +138,20 @@ def parse(path: FilePath, options: Options) -> Contents:
             if is_trained and "param" not in params[name].shards:
                 raise FormatError(f"{folder}: no {OPTIM_FILE} holds the master of {name}")
     for rank in ranks:
-        _add_beside(importer, args, rank, rank is ranks[0], options.weights_only)
+        _add_beside(builder, args, rank, rank is ranks[0], options.weights_only)
     for rank in ranks:
-        _account_for_files(importer, rank, options.weights_only)
+        _account_for_files(builder, rank, options.weights_only)
     saved = [rank.tree["optimizer"] for rank in ranks if rank.has_optimizer]
     alone = has_states and any(numbered_alone(optimizer_parts(own)) for own in saved)
-    add_notes(importer, args, options, bool(saved), [NUMBERED_ALONE] * alone)
-    return importer.contents()
+    add_notes(builder, args, options, bool(saved), [NUMBERED_ALONE] * alone)
+    return builder.contents()
 
 
 # -- what ranks have
 
 
 def _rank_modules(
-    importer: ContentsBuilder, args: Args, ranks: Sequence[LegacyRank]
+    builder: ContentsBuilder, args: Args, ranks: Sequence[LegacyRank]
 ) -> list[_RankModules]:
     v = args.degree("virtual_pipeline_model_parallel_size")
     names = ["model"] if v == 1 else [f"model{i}" for i in range(v)]
@@ -170,7 +171,7 @@ def _rank_modules(
     modules: list[_RankModules] = []
     for rank in ranks:
         first = [first_layers[c, rank.pp] for c in range(len(names))]
-        by_chunk = [_modules(importer, args, rank, *own) for own in zip(names, first, strict=True)]
+        by_chunk = [_modules(builder, args, rank, *own) for own in zip(names, first, strict=True)]
         modules.append((rank, by_chunk))
     return modules
 
@@ -178,7 +179,9 @@ def _rank_modules(
 def _first_layers(
     args: Args, ranks: Sequence[LegacyRank], names: Sequence[str]
 ) -> dict[tuple[int, int], int]:
-    """The first layer of each (chunk, stage), in that order (`get_transformer_layer_offset`)."""
+    """The number of the first layer of each (chunk, stage): layers are numbered chunk by chunk, and
+    in each stage by stage (`get_transformer_layer_offset`).
+    """
     counts: dict[tuple[int, int], int] = {}
     for rank in ranks:
         for c, name in enumerate(names):
@@ -203,7 +206,7 @@ def _first_layers(
 
 
 def _modules(
-    importer: ContentsBuilder, args: Args, rank: LegacyRank, chunk: str, first_layer: int
+    builder: ContentsBuilder, args: Args, rank: LegacyRank, chunk: str, first_layer: int
 ) -> list[Module]:
     """The tensors of one chunk, in module order, with the parameters that are in them."""
     degree = args.degree("expert_model_parallel_size")
@@ -220,7 +223,7 @@ def _modules(
         if local.endswith("._extra_state"):
             where = rank.key(tensor) if is_tensor else f"{rank.name}:{chunk}/{local}"
             reason = f"{TRANSFORMER_ENGINE}, such as fp8 scales"
-            importer.skip(where, type(tensor).__name__, reason)
+            builder.skip(where, type(tensor).__name__, reason)
             continue
         if not is_tensor:
             raise FormatError(
@@ -233,19 +236,21 @@ def _modules(
 
 
 def _add_shards(
-    importer: ContentsBuilder,
+    builder: ContentsBuilder,
     params: dict[str, RankShards],
     rank: LegacyRank,
     module: Module,
     stored: ModuleState,
 ) -> None:
-    """Add a state of a rank's tensor as a shard of every parameter in it: all of it, or a part."""
+    """Add a state of a rank's tensor: each parameter in the tensor gets all of it, or its part, as
+    a shard.
+    """
     for part in module.parts:
         param = params.setdefault(part.name, RankShards(rank.name))
         if stored.value is not None:
             param.numbers[stored.state][rank.name] = stored.value
             continue
-        array: Array = importer.array(stored.key)
+        array: Array = builder.array(stored.key)
         is_whole = len(module.parts) == 1 and not (stored.flat or part.transposed)
         if not is_whole and stored.shape != ():
             start, label_ = stored.start + part.start, f"{stored.key}, {part.name}"
@@ -255,7 +260,7 @@ def _add_shards(
 
 
 def _add_states(
-    importer: ContentsBuilder,
+    builder: ContentsBuilder,
     args: Args,
     modules: Sequence[_RankModules],
     params: dict[str, RankShards],
@@ -272,7 +277,7 @@ def _add_states(
             undecided.append(f"{rank.name}: {error}")
     if not undecided:
         for rank, module, state in states:
-            _add_shards(importer, params, rank, module, state)
+            _add_shards(builder, params, rank, module, state)
         return any(rank.has_optimizer for rank, _ in modules)
     tensors: dict[str, Array] = {}
     for name, file in itertools.chain(*(rank.files.items() for rank, _ in modules)):
@@ -282,8 +287,8 @@ def _add_states(
             is_state = path[0] == "optimizer" and of_states and "param_groups" not in path
             if name.endswith(OPTIM_FILE) or is_state:
                 label = f"{name.removesuffix('.pt')}.{key}".replace("/", ".")
-                tensors[label] = importer.array(f"{name}:{key}")
-    keep_apart(importer, tensors, undecided[0])
+                tensors[label] = builder.array(f"{name}:{key}")
+    keep_apart(builder, tensors, undecided[0])
     return False
 
 
@@ -330,15 +335,15 @@ def _is_tied(args: Args, by_name: Mapping[str, ParamLayout]) -> bool:
 
 def _add_parameters(
     folder: FilePath,
-    importer: ContentsBuilder,
+    builder: ContentsBuilder,
     args: Args,
     by_name: Mapping[str, ParamLayout],
     params: Mapping[str, RankShards],
     groups: Sequence[Mapping[Any, Any]],
 ) -> None:
-    """Add every state of every parameter, and what is stored of it once more.
+    """Add every state of every parameter, and the second copies that are stored of it.
 
-    `groups` are all of the optimizers.
+    `groups` are the parameter groups of all optimizers of all ranks.
     """
     tied = _is_tied(args, by_name)
     if tied and EMBEDDING not in by_name:
@@ -350,9 +355,9 @@ def _add_parameters(
         if not (tied and name == TIED):
             copies = _copies(name, layout, params[name].shards["weight"])
             states = _states(folder, name, layout, params[name])
-            add_parameter(importer, args, name, states, copies)
+            add_parameter(builder, args, name, states, copies)
             if states.keys() != {"weight"}:
-                importer.hyperparameters(name, settings_of(args, groups, name, states))
+                builder.hyperparameters(name, settings_of(args, groups, name, states))
     if not tied:
         return
     # `verify` compares the last pipeline stage's copy of the embedding, and of its states
@@ -362,7 +367,7 @@ def _add_parameters(
         if state == "weight" and has_remainders(args, of_embedding):
             reason = f"{copy_of}, of which the low 16 bits of the masters are compared"
             for key in itertools.chain(*map(items_of, itertools.chain(*shards.values()))):
-                importer.skip(key, "", reason)
+                builder.skip(key, "", reason)
             continue
         main = "param" if state == "weight" else state
         if main != "param" and state not in of_embedding:
@@ -371,11 +376,13 @@ def _add_parameters(
         if state == "step":
             layout = Replicated().join([()] * len(layout.shards))
         for copy in _copies(TIED, layout, shards):
-            importer.duplicate(main, EMBEDDING, copy, f"{copy_of}, compared with it by verify")
+            builder.duplicate(main, EMBEDDING, copy, f"{copy_of}, compared with it by verify")
 
 
 def _states(folder: FilePath, name: str, layout: ParamLayout, param: RankShards) -> States:
-    """The states of a parameter, with every copy of its shards; numbers must be equal in all."""
+    """The states of a parameter, with every copy of its shards as a replica. Raises FormatError if
+    a number differs between files.
+    """
     states: dict[str, Any] = {}
     for state in sorted(param.shards, key=lambda state: (state != "param", state == "step")):
         by_rank = param.shards[state]
@@ -411,7 +418,9 @@ def _states(folder: FilePath, name: str, layout: ParamLayout, param: RankShards)
 
 
 def _copies(name: str, layout: ParamLayout, copies: Mapping[int, Sequence[Array]]) -> list[Array]:
-    """All shards, as often as the rank with most copies has some: every copy is used."""
+    """The parameter as often as the rank with the most copies of its shard has it, so that every
+    copy is in one of them.
+    """
     shards, most = range(len(layout.shards)), max(len(arrays) for arrays in copies.values())
     every = [[copies[i][min(j, len(copies[i]) - 1)] for i in shards] for j in range(most)]
     return [joined(f"a copy of {name}", layout, arrays) for arrays in every]
@@ -421,7 +430,7 @@ def _copies(name: str, layout: ParamLayout, copies: Mapping[int, Sequence[Array]
 
 
 def _add_beside(
-    importer: ContentsBuilder, args: Args, rank: LegacyRank, is_first: bool, weights_only: bool
+    builder: ContentsBuilder, args: Args, rank: LegacyRank, is_first: bool, weights_only: bool
 ) -> None:
     """Keep the rest of a rank's files as extras, of later ranks' args only what differs."""
     values = {name: value for name, value in rank.tree.items() if not name.startswith("model")}
@@ -433,18 +442,18 @@ def _add_beside(
     if not weights_only:
         values |= beside_tensors(optimizer)
     for name, value in values.items():
-        importer.extra(rank.name, name, value)
+        builder.extra(rank.name, name, value)
     if rank.optim is not None:
-        importer.skip(f"{rank.optim_name}:buffers", "layout", LAYOUT)
+        builder.skip(f"{rank.optim_name}:buffers", "layout", LAYOUT)
     if weights_only:
         for key in rank.model.arrays():
             if key.startswith("optimizer/"):
-                importer.leave(f"{rank.name}:{key}", "", LEFT)
+                builder.leave(f"{rank.name}:{key}", "", LEFT)
         if "optimizer" in rank.tree:
-            importer.skip(f"{rank.name}:optimizer", "param_groups", LEFT)
+            builder.skip(f"{rank.name}:optimizer", "param_groups", LEFT)
 
 
-def _account_for_files(importer: ContentsBuilder, rank: LegacyRank, weights_only: bool) -> None:
+def _account_for_files(builder: ContentsBuilder, rank: LegacyRank, weights_only: bool) -> None:
     """Skip files that are not read. Raises FormatError for those of an unknown optimizer."""
     for path in rank.folder.children():
         name = f"{path.parent.name}/{path.name}"
@@ -459,4 +468,4 @@ def _account_for_files(importer: ContentsBuilder, rank: LegacyRank, weights_only
         is_left = is_layer_wise or (path.name == OPTIM_FILE and weights_only)
         if is_left or path.name not in (MODEL_FILE, OPTIM_FILE):
             other = "a file beside those of the checkpoint, which is not read"
-            importer.skip(name, "file", LEFT if is_left else other)
+            builder.skip(name, "file", LEFT if is_left else other)

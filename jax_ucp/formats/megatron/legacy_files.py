@@ -73,7 +73,9 @@ class LegacyRank:
 
 
 def is_checkpoint(path: FilePath) -> bool:
-    """Whether the directory is a legacy checkpoint, or its tracker names one, or nothing."""
+    """Whether the directory, or the folder that its tracker names, is a legacy checkpoint, or
+    whether that folder is missing.
+    """
     folder = iteration_folder(path)
     return not folder.is_dir() or bool(_rank_folders(folder))
 
@@ -178,9 +180,10 @@ def _check_together(folder: FilePath, args: Args, ranks: Sequence[LegacyRank]) -
 
 
 def _facts(rank: LegacyRank) -> Iterator[tuple[int | None, str, Any]]:
-    """(pipeline stage, name, value) of facts that ranks of all stages, or of one, have alike.
+    """The facts that must be equal in the files of all ranks, or of those of one pipeline stage, as
+    (stage or None, name, value).
 
-    Groups are those of a stage; of the states of a group, the first step is enough.
+    Groups are those of a stage. Of the states of a group, the first step is enough.
     """
     for name in ("iteration", "opt_param_scheduler", "checkpoint_version"):
         yield None, name, rank.tree.get(name)
@@ -199,5 +202,5 @@ def _facts(rank: LegacyRank) -> Iterator[tuple[int | None, str, Any]]:
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """The optimizers of a rank: one, or with experts one more for them."""
+    """The optimizers of a rank: one, or two if experts have their own."""
     return optimizer if isinstance(optimizer, list) else [optimizer]

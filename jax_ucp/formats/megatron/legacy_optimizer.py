@@ -32,10 +32,11 @@ from jax_ucp.formats.megatron.run import Args
 def find_states(
     args: Args, rank: LegacyRank, chunks: Sequence[Sequence[Module]]
 ) -> Iterator[tuple[Module, ModuleState]]:
-    """Every state in the rank's files of its modules.
+    """Every state of the rank's modules in the rank's files.
 
-    There can be several optimizers: for experts, and beside Muon. Raises FormatError, naming the
-    file, where sizes do not fit, and Undecided where groups can be filled in no way, or in several.
+    There can be several optimizers: one for experts, and another one beside Muon. Raises
+    FormatError, naming the file, if sizes do not fit, and Undecided if the groups can be filled in
+    no way, or in several.
     """
     where = rank.model.path
     parts = optimizer_parts(rank.tree["optimizer"])
@@ -111,7 +112,9 @@ def _flat_buffers(rank: LegacyRank, count: int) -> list[Mapping[Any, Any] | None
 def _flat_states(
     args: Args, rank: LegacyRank, buffers: Mapping[Any, Any], chunks: Sequence[Sequence[Module]]
 ) -> Iterator[tuple[Module, ModuleState]]:
-    """States in the flat buffers of a distributed optimizer: one per chunk and dtype of weights."""
+    """The states in the flat buffers of a distributed optimizer, which has a buffer for each chunk
+    and each dtype of weights.
+    """
     path, tied = rank.folder / OPTIM_FILE, args.copies_embedding
     dp = args.degree("data_parallel_size") * args.degree("context_parallel_size")
     if strays := [key for key in buffers if key not in range(len(chunks))]:

@@ -61,7 +61,9 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class _NumberedGroup:
-    """A parameter group: its settings, and of each number the states and the master, if any."""
+    """A parameter group: its settings, the states of each number, and the masters, if there are
+    any.
+    """
 
     settings: Mapping[str, Any]
     states: Mapping[int, Mapping[str, Any]]
@@ -72,11 +74,11 @@ class _NumberedGroup:
 def numbered_states(
     where: FilePath, optimizers: Sequence[Mapping[str, Any]], modules: Sequence[Module], muon: bool
 ) -> Iterator[tuple[Module, ModuleState]]:
-    """States and masters of optimizers that number their parameters; keys are those of tensors.
+    """The states and masters of optimizers that number their parameters; keys are those of tensors.
 
-    `modules` are in the order of the model; `muon`: matrices are Muon's, and others another's.
-    Raises FormatError, naming the file, for what belongs to no parameter, and Undecided where
-    groups can be filled in no way, or in several.
+    `modules` are in the order of the model. With `muon`, matrices are Muon's, and the other
+    parameters are another optimizer's. Raises FormatError, naming the file, for a state of no
+    parameter, and Undecided if the groups can be filled in no way, or in several.
     """
     # of two that do not say so, the second is that of experts
     defaults = [False, True] if len(optimizers) == 2 and not muon else [None] * len(optimizers)
@@ -208,7 +210,7 @@ def numbered_alone(optimizers: Iterable[Any]) -> bool:
 
 
 def beside_tensors(optimizer: Any) -> dict[str, Any]:
-    """The hyper-parameters and loss scalers of an optimizer, or a list: what is no tensor."""
+    """The hyper-parameters and loss scalers of one optimizer, or of a list of them, by name."""
     beside: dict[str, Any] = {}
     for i, part in enumerate(optimizer if isinstance(optimizer, list) else [optimizer]):
         if isinstance(part, dict):

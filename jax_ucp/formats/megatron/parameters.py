@@ -51,7 +51,7 @@ _NO_SETTINGS = ("step", "default_config")
 
 
 def add_parameter(
-    importer: ContentsBuilder,
+    builder: ContentsBuilder,
     args: Args,
     name: str,
     states: States,
@@ -66,29 +66,29 @@ def add_parameter(
     """
     weight, master = states["weight"], states.get("param")
     if name.endswith(BUFFERS):
-        importer.parameter("buffer", name, weight, "a buffer of the model")
+        builder.parameter("buffer", name, weight, "a buffer of the model")
         return
     if master is None or isinstance(master, Constant):
-        importer.parameter("param", name, weight, f"the parameter {name}")
+        builder.parameter("param", name, weight, f"the parameter {name}")
     elif not (remainders and has_remainders(args, states)):
-        importer.parameter("param", name, master, f"the master of {name}")
+        builder.parameter("param", name, master, f"the master of {name}")
         reason = (
             f"the weight that the model computes with, a copy of the master of {name}; verify"
             " compares"
         )
         for copy in copies or [weight]:
-            importer.duplicate("param", name, copy, reason, cause, are_rounded(args))
-    elif importer.on_conflict == "copy":
-        importer.parameter("param", name, weight, f"the weight {name}, as asked")
+            builder.duplicate("param", name, copy, reason, cause, are_rounded(args))
+    elif builder.on_conflict == "copy":
+        builder.parameter("param", name, weight, f"the weight {name}, as asked")
         for key in items_of(master):
-            importer.skip(key, "", "the rest of a master: its weight is taken, as asked")
+            builder.skip(key, "", "the rest of a master: its weight is taken, as asked")
     else:
         reason = f"a half of the master of {name}: the 16-bit weight, or the low 16 bits beside it"
-        importer.remainders(name, master, weight, reason)
+        builder.remainders(name, master, weight, reason)
     for state, value in states.items():
         if state not in ("weight", "param") or isinstance(value, Constant):
             what = "how often the optimizer stepped" if state == "step" else f"{state} of {name}"
-            importer.parameter(state, name, value, what)
+            builder.parameter(state, name, value, what)
 
 
 def number(value: int | float, where: str) -> Constant:
@@ -149,12 +149,12 @@ def unpadded(name: str, states: States, sizes: Mapping[str, int]) -> dict[str, A
     return own
 
 
-def keep_apart(importer: ContentsBuilder, tensors: Mapping[str, Array], reason: str) -> None:
+def keep_apart(builder: ContentsBuilder, tensors: Mapping[str, Array], reason: str) -> None:
     """Keep the optimizer's tensors under `other`, by their places in the files."""
     kept = f"kept apart, because nothing says whose it is: {reason}"
     for label, tensor in tensors.items():
-        importer.parameter("other", label, tensor, kept)
-    importer.notes.append(
+        builder.parameter("other", label, tensor, kept)
+    builder.notes.append(
         "the optimizer's masters and states are kept under `other`, because which parameters its"
         f" groups have is not stored, and their shapes do not tell ({reason}); the parameters are"
         " the model's weights"
@@ -162,7 +162,7 @@ def keep_apart(importer: ContentsBuilder, tensors: Mapping[str, Array], reason: 
 
 
 def add_notes(
-    importer: ContentsBuilder,
+    builder: ContentsBuilder,
     args: Args,
     options: Options,
     saved: bool,
@@ -174,23 +174,23 @@ def add_notes(
     `saved` is whether the files have an optimizer. `without_args` is the note on a checkpoint that
     has no args.
     """
-    embeddings = [array for path, array in importer.params.items() if str(path[-1]) == EMBEDDING]
+    embeddings = [array for path, array in builder.params.items() if str(path[-1]) == EMBEDDING]
     if embeddings and "vocab" not in options.sizes:
         rows = embeddings[0].info.shape[0]
-        importer.notes.append(
+        builder.notes.append(
             f"Megatron does not record the true vocabulary: all {rows} padded rows of the"
             " embeddings are kept. Say it with sizes={'vocab': ...} (--size vocab=...) and the"
             " others are left out"
         )
     if options.weights_only:
-        importer.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
+        builder.notes.append("weights alone: of a 16-bit run these are not the fp32 masters")
     elif not saved:
-        importer.notes.append("the checkpoint was saved without its optimizer")
-    importer.notes += notes
+        builder.notes.append("the checkpoint was saved without its optimizer")
+    builder.notes += notes
     if without_args:
-        importer.notes.append(without_args)
+        builder.notes.append(without_args)
     elif args.absent:
-        importer.notes.append(f"args lack {', '.join(args.absent)}; Megatron's defaults were taken")
+        builder.notes.append(f"args lack {', '.join(args.absent)}; Megatron's defaults were taken")
 
 
 def settings_of(

@@ -37,7 +37,7 @@ _AXES = {
 
 @dataclass
 class Args:
-    """The run's own arguments; `absent` has those that were asked for and not there."""
+    """The arguments of the run; `absent` lists those that were asked for and are missing."""
 
     fields: Mapping[str, Any]
     absent: list[str] = field(default_factory=list)
@@ -57,7 +57,9 @@ class Args:
         return max(1, size) if isinstance(size, int) else 1
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument, or `default` if there is none. Raises FormatError for an Opaque."""
+        """The argument, or `default` if there is none. Raises FormatError for an object of an
+        unknown class.
+        """
         if name not in self.fields:
             if name not in self.absent:
                 self.absent.append(name)
@@ -65,11 +67,11 @@ class Args:
         return known(self.fields[name])
 
     def optional(self, name: str) -> Any:
-        """The argument, or None; that it is not there needs no note."""
+        """The argument, or None; if it is missing, it is not listed in `absent`."""
         return known(self.fields.get(name))
 
     def degree(self, name: str) -> int:
-        """A parallel degree: 1 where it is None or not there."""
+        """A parallel degree; 1 if it is None or missing."""
         value = self.get(name)
         if value is None:
             return 1
@@ -85,7 +87,9 @@ class Args:
         return tensor, pipeline, expert
 
     def tensor_ranks(self, expert: bool) -> int:
-        """The tensor-parallel ranks of experts, or of the rest; by default those are as many."""
+        """The number of tensor-parallel ranks of experts, or of the rest; by default they are
+        equal.
+        """
         own = expert and self.get("expert_tensor_parallel_size") is not None
         return self.degree("expert_tensor_parallel_size" if own else "tensor_model_parallel_size")
 
@@ -118,7 +122,7 @@ def args_of(tree: Mapping[str, Any], path: FilePath) -> Mapping[str, Any]:
 
 
 def about(layout: str, args: Args, iteration: Any) -> About:
-    """Who wrote a checkpoint, for people: the layout, and what `args` say of the run."""
+    """The description of a checkpoint for people: its layout, and the degrees in `args`."""
     degrees = {axis: args.fields.get(name) for axis, name in _AXES.items()}
     return About(
         f"Megatron, {layout}",
@@ -128,7 +132,9 @@ def about(layout: str, args: Args, iteration: Any) -> About:
 
 
 def iteration_folder(path: FilePath) -> FilePath:
-    """The folder of the tracker's iteration, or the only one that is there, or the path."""
+    """The folder of the iteration that the tracker names; without a tracker the only iteration's
+    folder, or the path.
+    """
     tracker = path / TRACKER
     if not tracker.is_file():
         inside = [child for child in path.children() if _SAVED.fullmatch(child.name)]
@@ -144,7 +150,9 @@ def iteration_folder(path: FilePath) -> FilePath:
 
 
 def require_folder(path: FilePath, folder: FilePath) -> None:
-    """Raise NotACheckpoint where the folder that the tracker names is not there, but its files."""
+    """Raise NotACheckpoint if the folder that the tracker names is missing, while files of an
+    iteration lie beside the tracker.
+    """
     if not folder.is_dir():
         raise NotACheckpoint(
             f"{path} names {folder.name}, but there is no such folder in it, while files of one"

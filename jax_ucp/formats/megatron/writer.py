@@ -159,7 +159,9 @@ def _go_on(content: dict[str, Any], args: dict[str, Any], steps: int) -> str:
 
 @dataclass(frozen=True)
 class _Run:
-    """The run that is to load the checkpoint, as its args say; where they do not, by default."""
+    """The run that is to load the checkpoint, by its args; what they lack has Megatron's
+    default.
+    """
 
     args: Mapping[str, Any]
     params: Parameters

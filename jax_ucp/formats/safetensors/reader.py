@@ -129,13 +129,13 @@ def parse(path: FilePath, options: Options) -> Contents:
     """
     if path.name.endswith(SUFFIX):
         refuse_part(path)
-        imported = read_weights(path, path.parent, [path.name], options.sizes)
+        builder = read_weights(path, path.parent, [path.name], options.sizes)
     else:
         index, names = index_save(path)
-        imported = read_weights(path, path.parent, names, options.sizes, index)
-        keep_index(imported, path, index)
-    keep_configs(imported, path.parent)
-    return imported.contents()
+        builder = read_weights(path, path.parent, names, options.sizes, index)
+        keep_index(builder, path, index)
+    keep_configs(builder, path.parent)
+    return builder.contents()
 
 
 def _opened(path: FilePath) -> SafetensorsFile:
@@ -152,7 +152,7 @@ def read_weights(
 ) -> ContentsBuilder:
     """The tensors of files as weights of `path`, headers as extras. Raises FormatError."""
     files = opened_files(folder, names, _opened)
-    imported = ContentsBuilder("safetensors", path, Combined.of_files(files))
+    builder = ContentsBuilder("safetensors", path, Combined.of_files(files))
     facts = Facts(folder)
     parts: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, file in files.items():
@@ -172,23 +172,23 @@ def read_weights(
         for key, value in file.metadata.items():
             if key == MARK:
                 reason = "says which part is where; its content is in the tree's shapes"
-                imported.skip(f"{name}:__metadata__/{key}", "metadata", reason)
+                builder.skip(f"{name}:__metadata__/{key}", "metadata", reason)
             else:
-                imported.extra(name, key, value, above="__metadata__/")
+                builder.extra(name, key, value, above="__metadata__/")
         for key, dtype in file.packed.items():
             label, scheme = f"param/{key}", f"{dtype}, several to a byte"
             fault = "" if key in file.packed_rows else "a byte has elements of two of its rows"
-            imported.quantized.append(QuantizedWeight(scheme, label, {"codes": label}, fault))
+            builder.quantized.append(QuantizedWeight(scheme, label, {"codes": label}, fault))
     if any(MARK in file.metadata for file in files.values()):
         require_total(path, index or {}, files)
     if note := require_every_rank(folder, parts, sizes):
-        imported.notes.append(note)
+        builder.notes.append(note)
     for key, stored in parts.items():
         several = f", one of {len(stored)} parts" if len(stored) > 1 else ""
         keyed = [(f"{name}:{key}", box) for name, box in stored]
-        whole = imported.joined(f"param.{key}", layout_of(key, keyed), [part for part, _ in keyed])
-        imported.parameter("param", key, whole, f"the parameter {key}{several}")
-    return imported
+        whole = builder.joined(f"param.{key}", layout_of(key, keyed), [part for part, _ in keyed])
+        builder.parameter("param", key, whole, f"the parameter {key}{several}")
+    return builder
 
 
 @dataclass(frozen=True, slots=True)

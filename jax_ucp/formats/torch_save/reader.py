@@ -51,13 +51,13 @@ def parse(path: FilePath, options: Options) -> Contents:
     """The tensors of a file, or of the files that an index names. Raises FormatError."""
     if path.name.endswith(INDEX_SUFFIX):
         index, names = index_save(path)
-        imported = read_weights(path, path.parent, names, options)
-        keep_index(imported, path, index)
+        builder = read_weights(path, path.parent, names, options)
+        keep_index(builder, path, index)
     else:
         refuse_part(path)
-        imported = read_weights(path, path.parent, [path.name], options)
-        refuse_rank_of_llama(imported, path)
-    return imported.contents()
+        builder = read_weights(path, path.parent, [path.name], options)
+        refuse_rank_of_llama(builder, path)
+    return builder.contents()
 
 
 def _opened(path: FilePath) -> TorchFile:
@@ -75,37 +75,37 @@ def read_weights(
         of_deepspeed = isinstance(file.tree, dict) and "ds_version" in file.tree
         if of_deepspeed or RANK_STATES.search(name):
             raise one_ranks(file.path)
-    imported = ContentsBuilder("torch", path, Combined.of_files(files))
+    builder = ContentsBuilder("torch", path, Combined.of_files(files))
     tree = Tree()
     for name, file in files.items():
-        keep_extras(imported, name, file)
+        keep_extras(builder, name, file)
         tree.add(name, file)
-        imported.unknown |= file.unknown
+        builder.unknown |= file.unknown
     for label, tensor in tree.tensors.items():
         if tensor.node.attributes:
-            imported.extra(tensor.file, f"attributes of {label}", tensor.node.attributes)
-    imported.about = About("torch.save")
+            builder.extra(tensor.file, f"attributes of {label}", tensor.node.attributes)
+    builder.about = About("torch.save")
     for name, file in reversed(files.items()):
         if isinstance(file.tree, dict) and LIGHTNING in file.tree:
             writer, step = f"Lightning {file.tree[LIGHTNING]}", file.tree.get("global_step")
-            imported.notes.append(f"{name} is a checkpoint of {writer} at step {step}")
-            imported.about = About(writer, step if isinstance(step, int) else None)
+            builder.notes.append(f"{name} is a checkpoint of {writer} at step {step}")
+            builder.about = About(writer, step if isinstance(step, int) else None)
     tensors, objects = tree.described()
-    if imported.about.writer != "torch.save":  # Lightning's callbacks are no optimizer's
+    if builder.about.writer != "torch.save":  # Lightning's callbacks are no optimizer's
         tensors = {
             label: replace(stored, trainable=stored.trainable and stored.path[0] != "callbacks")
             for label, stored in tensors.items()
         }
-    places = imported.placed(tensors, objects, options)
+    places = builder.placed(tensors, objects, options)
     paths = {label: tensor.path for label, tensor in tree.tensors.items()}
-    tree.check(imported, weights_place(paths, places.at, places.in_optimizers))
+    tree.check(builder, weights_place(paths, places.at, places.in_optimizers))
     for label, tensor in tree.tensors.items():
-        imported.place(places, label, [tensor.key], Replicated().join([tensor.node.shape]))
+        builder.place(places, label, [tensor.key], Replicated().join([tensor.node.shape]))
         state, name = places.at[label]
         if state == "param":
-            imported.ties[name] = tensor.described().tie
-    imported.notes += places.notes
-    return imported
+            builder.ties[name] = tensor.described().tie
+    builder.notes += places.notes
+    return builder
 
 
 def refuse_distributed(path: FilePath) -> None:
