@@ -38,7 +38,7 @@ _NORM = re.compile(r"layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 @dataclass(frozen=True, slots=True)
 class Slot(Generic[Key]):
-    """A parameter in an optimizer: its number or name, shapes of states, words for messages."""
+    """A parameter in an optimizer: its number or name, its states' shapes, a label for messages."""
 
     key: Key
     shapes: Mapping[str, Shape]
@@ -153,7 +153,7 @@ def _ordered(
     orders: Orders,
     unfit: Unfit[Key],
 ) -> Assignment[Key]:
-    """The one way in which every group lists its parameters in an order of the model."""
+    """The one assignment in which every group lists its parameters in an order of the model."""
 
     @cache  # a search asks of each place millions of times
     def fits(name: Name, group: int, place: int) -> bool:
@@ -201,7 +201,7 @@ def admits(word: str, name: str, shape: Shape, group: int) -> bool:
 
 
 def deciding(words: Iterable[str], decide: Callable[[str], object]) -> list[str]:
-    """The words with which `decide` raises no Undecided: only these are offered to the user."""
+    """The words with which `decide` raises no Undecided; the user is offered no others."""
     useful: list[str] = []
     for word in words:
         with suppress(Undecided):

@@ -18,9 +18,10 @@ from jax_ucp.states.state_paths import has_word
 
 @dataclass(frozen=True)
 class WeightsPlace:
-    """The place of the weights: in the dict at `model`, if there is one, and in no optimizer.
+    """The place of the weights: the dict at `model`, if there is one; never an optimizer.
 
-    `model_is_certain` by a usual word for a model, or an optimizer that names the parameters.
+    `model_is_certain` if the dict has a usual word for a model, or an optimizer names its
+    parameters.
     """
 
     model: Steps | None
@@ -28,7 +29,7 @@ class WeightsPlace:
     optimizers: frozenset[Steps]
 
     def is_aside(self, path: Steps) -> bool:
-        """Whether a path is certainly no weight: an optimizer's, or beside a certain model."""
+        """Whether a path leads to no weight: it is in an optimizer, or beside a certain model."""
         if any(in_optimizer(path, optimizer) for optimizer in self.optimizers):
             return True
         if not self.model_is_certain or has_word(path):
@@ -72,12 +73,12 @@ def in_optimizer(path: Steps, optimizer: Steps) -> bool:
 
 
 def _is_state(path: Steps) -> bool:
-    """Whether a path in an optimizer leads to states or groups, maybe by a flattened key."""
+    """Whether a path in an optimizer leads to states or groups; its first key may be flattened."""
     return bool(path) and head(path[0]) in ("state", "param_groups")
 
 
 def require_known(node: object) -> None:
-    """Raise FormatError for an object of an unknown class in a tree that holds tensors, or may."""
+    """Raise FormatError for an object of an unknown class if its tree has tensors, or may have."""
     if not isinstance(node, Opaque):
         for _, child in children(node):
             require_known(child)

@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 @dataclass(frozen=True, slots=True)
 class OwnedGroup:
-    """The settings of an optimizer for some of its parameters, which are in its order."""
+    """The settings that an optimizer has for some of its parameters, `owners`, in its order."""
 
     owners: tuple[Owner, ...]
     settings: Mapping[str, Any]
@@ -69,8 +69,8 @@ class OptimizerDict:
 def optimizer_dicts(
     tensors: Mapping[str, Steps], objects: Mapping[Steps, Any]
 ) -> dict[Steps, OptimizerDict]:
-    """The optimizers by path; `tensors` has the path of each tensor, `objects` what is no tensor,
-    by path.
+    """The optimizers by path. `tensors` has the path of each tensor; `objects` has other values by
+    path.
 
     >>> optimizer = optimizer_dicts({"s": ("o", "state", 0, "exp_avg")},
     ...     {("o", "param_groups", 0, "params"): [0]})
@@ -130,7 +130,7 @@ def optimizer_paths(paths: Iterable[Steps]) -> list[Steps]:
 
 
 def head(step: str | int) -> str:
-    """A key, or the first part of one that is flattened."""
+    """A key, or the first word of a flattened key."""
     return str(step).partition(".")[0]
 
 
@@ -146,7 +146,7 @@ def dict_name(path: Steps) -> str:
 def _groups(
     objects: Mapping[Steps, Any],
 ) -> tuple[dict[Steps, list[dict[str, Any]]], dict[Steps, dict[str, dict[str, Any]]]]:
-    """The `param_groups` by path of optimizer, and flattened settings by parameter."""
+    """The `param_groups` of each optimizer by its path, and flattened settings by parameter."""
     by_number: dict[Steps, dict[int, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     flattened: dict[Steps, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for path, value in objects.items():
@@ -181,12 +181,12 @@ def _names_of_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 
 def _all_of(items: Any, kind: type) -> bool:
-    """Whether this is a list of numbers, or of texts; a bool is not a number."""
+    """Whether a value is a list of numbers, or of texts; a bool is not a number."""
     return isinstance(items, list) and all(type(item) is kind for item in items)
 
 
 def _owners(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Owner, ...]:
-    """The parameters of a group: names, or numbers; none of a group that has something else."""
+    """The parameters of a group, as names or numbers; none if the group has anything else."""
     params = group.get("params")
     if not isinstance(params, list) or not {*map(type, params)} <= {int, str}:
         return ()
@@ -194,8 +194,8 @@ def _owners(group: Mapping[str, Any], names: Mapping[int, str]) -> tuple[Owner, 
 
 
 def _owner(key: int | str, names: Mapping[int, str]) -> Owner:
-    """The owner that a key is: a name, or a number that has none, as it was pickled or as a planner
-    of DCP writes it in a path.
+    """The owner that a key means: a name, or a number without a name, which may be pickled as it is
+    or written into a path by a planner of DCP.
     """
     if isinstance(key, str) and _NUMBER.fullmatch(key):
         key = int(key)

@@ -43,11 +43,11 @@ _SHAPES: Mapping[str, Callable[[Shape], Shape]] = {
 
 
 class Undecided(ValueError):
-    """The states' parameters are undecided; the text is a clause about "their" shapes."""
+    """Nothing decides whose the states are. The text is a clause about "their" shapes."""
 
 
 class Contradicted(Undecided):
-    """Bits of masters prove that they are not of these parameters."""
+    """The bits of masters prove that they belong to none of these parameters."""
 
 
 def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
@@ -66,7 +66,8 @@ def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
 
 
 def tells_shape(states: Mapping[str, Shape]) -> bool:
-    """Whether states fix their parameter's shape: one does, and the others are known by name.
+    """Whether states fix the shape of their parameter: one has it, and the others are known by
+    name.
 
     An unknown optimizer may keep a smaller `exp_avg` beside its own states (GaLore's, of low rank).
     """
@@ -97,7 +98,7 @@ def candidates_by_shape(
 
 
 def only_pairing(candidates: Mapping[Number, Collection[Name]]) -> dict[Number, Name]:
-    """A name of its own for each number, from its candidates, where only one choice is possible.
+    """A different name for each number, chosen from its candidates, if only one choice is possible.
 
     If there is only one choice, some number has one candidate left: otherwise one could go from any
     number to another candidate, from there to the number that has it, and so on, until a free name
@@ -207,7 +208,7 @@ def only_filling(
     places: dict[Name, tuple[int, int]] = {}  # of the names placed so far, in the order of places
 
     def choices(at: tuple[int, int]) -> tuple[tuple[int, int], list[Name]]:
-        """A place, and the names that can be there: not placed already, and not too long."""
+        """A place, and the names that fit there: not placed yet, and not too long."""
         room = lengths[at[0]] - at[1]
         free = [name for name in candidates(*at) if name not in places]
         return at, [name for name in free if 0 < sizes[name] <= room]

@@ -51,7 +51,7 @@ _Key = tuple[Steps, Owner]  # a parameter of an optimizer, at its path
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor of a nested dict. An optimizer can own `trainable` ones; `tie` is of equal ones."""
+    """A tensor of a nested dict. An optimizer owns `trainable` ones; tied ones have equal `tie`."""
 
     path: Steps
     shape: Shape = ()
@@ -60,7 +60,7 @@ class StateTensor:
 
 
 def is_trainable(dtype: np.dtype) -> bool:
-    """Whether torch can have gradients of this dtype: real or complex, of any precision."""
+    """Whether torch can compute gradients of this dtype: real or complex, of any precision."""
     return dtype.kind not in "biu"
 
 
@@ -111,9 +111,9 @@ def pair_states(
     groups: OptimizerGroups | None,
     orders: ModelOrders | None = None,
 ) -> Places:
-    """The places of all states that are mapped; `outside` are tensors in no optimizer.
+    """The places of all states that are mapped. `outside` are the tensors in no optimizer.
 
-    `orders` are the model's. Raises Undecided where `groups`, the user's word, does not decide.
+    `orders` are the model's. Raises Undecided if `groups`, the user's word, does not decide.
     """
     weights = _Weights(outside, model)
     orders = orders or ModelOrders(lambda word: {}, lambda: [[MODULE_ORDER]])
@@ -152,18 +152,18 @@ class _Weights:
         return self.model.path
 
     def tie(self, tensor: str) -> Hashable:
-        """A value that is equal for two names of one tensor."""
+        """A value that is equal for tensors that are names of one tensor."""
         tie = self.tensors[tensor].tie
         return tensor if tie is None else ("tie", tie)
 
     def are_same(self, tensors: Mapping[Any, str], others: Mapping[Any, str]) -> bool:
-        """Whether each of these tensors is the one that goes by the same key in `others`."""
+        """Whether each of these tensors is the one in `others` with the same key."""
         if not tensors.keys() <= others.keys():
             return False
         return all(self.tie(tensor) == self.tie(others[key]) for key, tensor in tensors.items())
 
     def params(self, aside: Collection[Hashable] = ()) -> dict[str, Shape]:
-        """Shapes of what an optimizer could own; of tied tensors the model's, or the first."""
+        """The shapes of what an optimizer could own; of tied tensors the model's, or the first."""
         trainable = [tensor for tensor, stored in self.tensors.items() if stored.trainable]
         first: dict[Hashable, str] = {}
         for tensor in sorted(trainable, key=lambda tensor: tensor not in self.model.weights):
@@ -203,7 +203,7 @@ class _Weights:
 
 
 class _Pairing:
-    """The optimizers of one file: named ones are settled at once, others by one of the methods."""
+    """The optimizers of one file; those with names are settled at once, others by a method."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class _Pairing:
         return owned
 
     def _in_dict(self, optimizer: OptimizerDict, root: Steps) -> dict[Owner, str]:
-        """The tensor of the dict that each owner names. Raises Undecided if one does not fit."""
+        """The dict's tensor that each owner names. Raises Undecided if a shape does not fit."""
         names = self.weights.dicts[root]
         states = self._states(optimizer, names)
         if states.missing:
@@ -303,7 +303,7 @@ class _Pairing:
         return {owner: names[str(owner)] for owner in with_state}
 
     def _is_called_after_model(self, optimizer: OptimizerDict, others: Sequence[Steps]) -> bool:
-        """Whether the optimizer's name has the said model's as a word, and no other dict's."""
+        """Whether the optimizer's name has the chosen model's as a word, and no other dict's."""
         model = self.weights.model
         if not model.is_said or not model.path:
             return False
@@ -335,14 +335,14 @@ class _Pairing:
     # Numbers, and names that leave an optimizer apart.
 
     def open_optimizers(self) -> list[OptimizerDict]:
-        """The optimizers with numbers, and those that names leave apart."""
+        """The optimizers with numbers, and those whose names do not decide."""
         return [o for o in self.optimizers.values() if o.states and o.path not in self.owned]
 
     def _numbered(self) -> list[OptimizerDict]:
         return [optimizer for optimizer in self.optimizers.values() if optimizer.numbered]
 
     def _slots(self, optimizer: OptimizerDict) -> dict[Owner, Slot[_Key]]:
-        """The parameters of an optimizer, those that its groups list before others with states."""
+        """The parameters of an optimizer: those that its groups list, then others with states."""
         listed = optimizer.listed()
         shapes = self._states(optimizer, listed).shapes
         return {
@@ -353,7 +353,7 @@ class _Pairing:
         }
 
     def _slot_groups(self, optimizers: Iterable[OptimizerDict]) -> list[SlotGroup[_Key]]:
-        """The groups of optimizers. Raises Undecided for states of what no group lists."""
+        """The groups of optimizers. Raises Undecided if a parameter in no group has states."""
         groups: list[SlotGroup[_Key]] = []
         for optimizer in optimizers:
             slots, listed = self._slots(optimizer), set(optimizer.listed())
@@ -370,7 +370,7 @@ class _Pairing:
         return groups
 
     def _settle(self, optimizers: Iterable[OptimizerDict], names: Mapping[_Key, str]) -> None:
-        """Give optimizers their tensors, if all of those are the model's."""
+        """Record the tensors of optimizers, if all of those are the model's."""
         owned: dict[Steps, dict[Owner, str]] = defaultdict(dict)
         for (path, owner), tensor in names.items():
             owned[path][owner] = tensor
@@ -401,7 +401,7 @@ class _Pairing:
             self._settle(optimizers, names)
 
     def in_order(self, word: str) -> None:
-        """Settle numbered optimizers: every group is in the order of the model, by the word."""
+        """Settle numbered optimizers by the user's word that groups are in the model's order."""
         self.weights.model_path()
         orders = self.orders.of(word)
         if self.weights.model.is_said:
@@ -462,7 +462,7 @@ class _Pairing:
         return {key: tensors[name] for key, name in decided.names.items()}
 
     def by_lists(self, lists: Lists) -> None:
-        """Settle optimizers without names by `lists`, which are of their groups in order."""
+        """Settle optimizers without names by `lists` of each group's parameters, in order."""
         optimizers = self.open_optimizers()
         self.weights.model_path()
         if sum(len(optimizer.lists()) for optimizer in optimizers) != len(lists):
@@ -487,7 +487,7 @@ class _Pairing:
     # The result.
 
     def places(self, said: SaidGroups | None) -> Places:
-        """Where the states are that were settled; `said` is the user's word, if it was needed."""
+        """The places of the settled states; `said` is the user's word, if it was needed."""
         self._drop_shared()
         places = Places(settings=list(self._settings()), said=said)
         for path in self.owned:
@@ -515,13 +515,13 @@ class _Pairing:
         return places
 
     def _placed(self, path: Steps) -> dict[str, tuple[str, str]]:
-        """(state, parameter) of each state of an optimizer that is settled."""
+        """The (state, parameter) of each state of a settled optimizer."""
         owned, weights = self.owned[path], self.weights.model.weights
         places = self._states(self.optimizers[path], owned.keys()).places
         return {name: (state, weights[owned[owner]]) for name, (owner, state) in places.items()}
 
     def _settings(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The settings of mapped optimizers; none of a parameter that two of them list."""
+        """The settings of mapped optimizers, but for a parameter that two optimizers list."""
         listing: dict[str, list[tuple[Steps, Mapping[str, Any]]]] = defaultdict(list)
         for path, owned in self.owned.items():
             for group in self.optimizers[path].groups:
@@ -533,7 +533,7 @@ class _Pairing:
                 yield from ((name, settings) for _, settings in listed)
 
     def _remedy(self) -> Iterator[str]:
-        """Directions for the user, so that states that are apart are mapped."""
+        """Advice to the user how states that are kept apart can be mapped."""
         optimizers = self.open_optimizers()
         if not any(self._slots(o) for o in optimizers if o.path not in self.elsewhere):
             return
@@ -566,7 +566,7 @@ class _States:
 
 
 def relative(path: Steps, root: Steps) -> Steps | None:
-    """The path from `root`, if it lies there; in the outermost dict directly."""
+    """The path below `root`, or None; below the outermost dict only what lies in it directly."""
     inside = path[: len(root)] == root if root else len(path) == 1 and isinstance(path[0], str)
     return path[len(root) :] if inside else None
 
@@ -588,7 +588,7 @@ def _names(roots: Sequence[Steps]) -> str:
 
 
 def _unlike(slot: Slot[_Key], name: str) -> str:
-    """Why a parameter has not the other's name: neither ends with the other."""
+    """The reason why a parameter is not called like the slot: neither name ends with the other."""
     (path, owner) = slot.key
     if isinstance(owner, int) or owner == name:
         return ""

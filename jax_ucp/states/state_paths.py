@@ -48,7 +48,7 @@ _DEFAULTS = Options()
 
 
 class UnknownModel(ValueError):
-    """The user names a model that is not there; the text says which are."""
+    """The user names a model that is not there; the text lists those that are."""
 
 
 def places(
@@ -57,8 +57,8 @@ def places(
     options: Options = _DEFAULTS,
     orders: ModelOrders | None = None,
 ) -> Places:
-    """The place of each tensor; `objects` are what is no tensor, by path; `orders` are those of the
-    model, where the tensors are not in it. Raises Undecided as `pair_states`, UnknownModel where
+    """The place of each tensor. `objects` are other values by path, `orders` those of the model if
+    the tensors are not in its order. Raises Undecided as `pair_states` does, and UnknownModel if
     `options.model` is not there.
 
     >>> paths = {"model.w": ("model", "w"), "optim.state.w.step": ("optim", "state", "w", "step"),
@@ -166,7 +166,7 @@ def _said_model(
 
 
 def _dicts_called(tensors: Mapping[str, StateTensor], name: str) -> list[Steps]:
-    """The dicts with this full name; else those whose last key it is."""
+    """The dicts with this full name, or if there is none, those with it as their last key."""
     roots: dict[Steps, None] = {}
     for stored in tensors.values():
         roots |= dict.fromkeys(prefixes(stored.path))
@@ -175,8 +175,8 @@ def _dicts_called(tensors: Mapping[str, StateTensor], name: str) -> list[Steps]:
 
 
 def model_names(paths: Sequence[Steps]) -> list[str]:
-    """The names that models may have, of tensors at these paths: the dicts that lie side by side,
-    or the first words of names in one dict.
+    """The names that models may have, for tensors at these paths: the names of dicts that lie side
+    by side, or the first words of names in one dict.
 
     >>> model_names([("gen", "w"), ("disc", "w")]), model_names([("sd", "gen.w"), ("sd", "dis.w")])
     (['disc', 'gen'], ['dis', 'gen'])

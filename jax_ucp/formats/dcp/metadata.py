@@ -71,7 +71,7 @@ _Block = tuple[Shape, Shape]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bytes of an item: `length` from `offset` of `file`, put through `transforms`."""
+    """The bytes of an item: `length` bytes from `offset` of `file`, which `transforms` encoded."""
 
     file: str
     offset: int
@@ -94,7 +94,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the checkpoint and its chunks, of which equal boxes are replicas."""
+    """A tensor of the checkpoint and its chunks. Chunks of equal boxes are replicas."""
 
     shape: Shape
     dtype: np.dtype
@@ -229,7 +229,7 @@ def _add_table(tables: _Tables, data: bytes) -> None:
 
 
 def _declared(tables: _Tables, fqn: str, entry: Mapping[str, Any]) -> list[_Block]:
-    """The chunks that are said to be of a tensor, each once."""
+    """The chunks that the metadata declare for a tensor, each once."""
     shape, dtype = _shape(entry.get("size"), fqn), _dtype(entry.get("properties"), fqn)
     first = tables.tensors.setdefault(fqn, (shape, dtype))
     if first != (shape, dtype):
@@ -253,7 +253,7 @@ def _declared(tables: _Tables, fqn: str, entry: Mapping[str, Any]) -> list[_Bloc
 
 
 def _misfit(shape: Shape, chunks: Collection[_Block]) -> str:
-    """How chunks of a tensor without elements, which tiling does not prove, misfit it."""
+    """The fault in chunks of a tensor without elements, which tiling does not prove."""
     for axis, n in enumerate(shape if chunks and 0 in shape else ()):
         if n and n != max(offsets[axis] + sizes[axis] for offsets, sizes in chunks):
             return f"has shape {list(shape)}, but its chunks end elsewhere on axis {axis}"
@@ -329,7 +329,7 @@ def _shape(value: Any, fqn: str) -> Shape:
 
 
 def _dtype(properties: Any, fqn: str) -> np.dtype:
-    """The first of the properties' state; what follows differs between versions."""
+    """The dtype in the properties: the first of their state. The rest differs between versions."""
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if isinstance(dtype, np.dtype):
@@ -340,7 +340,7 @@ def _dtype(properties: Any, fqn: str) -> np.dtype:
 
 
 def _check_spans(metadata: DcpMetadata, left: Collection[str]) -> None:
-    """Check that spans lie in files, share no byte, and fit chunks; but those `left`."""
+    """Raise an error unless spans, but those `left`, are in files, share no byte, and fit."""
     folder = metadata.folder.folder()
     by_file: dict[str, list[tuple[Span, str]]] = defaultdict(list)
     for fqn, span in metadata.spans():
@@ -391,7 +391,7 @@ def _short(metadata: DcpMetadata, left: Collection[str]) -> list[tuple[str, Chun
 
 
 def of_another_serialisation(path: FilePath) -> str:
-    """Why a file of items cannot be read, if it is not of torch.save's but of safetensors."""
+    """The reason why a file of items cannot be read, if it is of safetensors, not of torch.save."""
     head = path.read_range(0, 10)
     if head[8:] != b'{"' or int.from_bytes(head[:8], "little") > path.size():
         return ""

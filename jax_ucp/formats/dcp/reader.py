@@ -118,7 +118,7 @@ class DcpSave:
 
 
 def check_facts(save: DcpSave) -> None:
-    """Raise FormatError where ranks' objects are of other steps; those left are not read."""
+    """Raise FormatError if ranks' objects are of different steps; those left are not read."""
     facts = Facts(save.metadata.folder)
     for fqn, spans in save.metadata.objects.items():
         if len(spans) == 1 or "data" in fqn or fqn in save.left:
@@ -211,7 +211,7 @@ def _paths(metadata: DcpMetadata) -> Mapping[str, Steps]:
 
 
 def read_object(builder: ContentsBuilder, fqn: str, span: Span, save: DcpSave) -> Any:
-    """An object for extras; None if it asks for code, is data, or is left and damaged."""
+    """The value of an object, for extras; None of code, of data, and of damage where it is left."""
     in_file = save.prefix + span.file
     item = f"{in_file}:{fqn}"
     try:
@@ -239,7 +239,7 @@ def read_object(builder: ContentsBuilder, fqn: str, span: Span, save: DcpSave) -
 
 
 def account_for_files(builder: ContentsBuilder, save: DcpSave) -> None:
-    """Every file of a save that no tensor or object lies in, or not all of it."""
+    """Note every file of a save that no tensor or object uses, or not all of it."""
     metadata, prefix = save.metadata, save.prefix
     used: Counter[str] = Counter()
     for _, span in metadata.spans():

@@ -94,7 +94,7 @@ class DcpSource(ExtentTable):
         vars(self).update(state, _lock=Lock())
 
     def stored(self, key: str) -> StoredArray | np.ndarray:
-        """Where a chunk is stored; of codes what they stand for, all of it."""
+        """The place where a chunk is stored; of codes, all the values that they stand for."""
         file, item = self._checked(key)
         if isinstance(item, CodedState):
             return item.values({name: file.tensor(part) for name, part in item.parts.items()})
@@ -105,7 +105,7 @@ class DcpSource(ExtentTable):
         yield Piece(span.file, key.removeprefix(f"{span.file}:"), box, box)
 
     def sums(self) -> Iterator[SummedArrays]:
-        """The items of each tensor: they are the tensor declared, with the CRC they record."""
+        """The items of each tensor, of which reads check dtype, sizes and CRC."""
         for fqn, tensor in self._tensors.items():
             nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
             keys = [chunk_key(fqn, chunk) for chunk in tensor.chunks]
@@ -137,7 +137,7 @@ class DcpSource(ExtentTable):
         return self._open(span, MAX_OBJECT_BYTES, f"{span.file}:{fqn}@{span.offset}")
 
     def open_ahead(self, spans: Iterable[Span]) -> None:
-        """Open objects that are wanted next, many at once where they lie behind a network."""
+        """Open objects that are needed next, many at once if the files are behind a network."""
 
         def attempt(span: Span) -> None:
             with suppress(FormatError, OSError):  # which whoever wants it is told

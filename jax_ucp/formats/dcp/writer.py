@@ -45,7 +45,7 @@ _CONTIGUOUS = Call(Global(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
 
 @dataclass(frozen=True)
 class Chunked:
-    """A tensor of `shape` that consists of chunks, each at its offsets."""
+    """A tensor of `shape` in chunks, each at its offsets."""
 
     shape: Shape
     dtype: np.dtype
@@ -79,14 +79,14 @@ def plan_files(parameters: Parameters, objects: dict[Steps, Any]) -> list[File]:
 
 
 def groups(parameters: Parameters, objects: Mapping[Steps, Any]) -> list[dict[str, Any]]:
-    """The groups that `objects` do not have: readers take states in no group for others."""
+    """The groups, unless `objects` have them: readers map only states that are in a group."""
     if any(map(_of_groups, objects)):
         return []
     return torch_groups(parameters.groups, parameters.trained)
 
 
 def _of_groups(path: Steps) -> bool:
-    """Whether an object is of groups, nested or flattened (`param_groups.<name>.lr`)."""
+    """Whether an object is a part of groups, nested or flattened (`param_groups.<name>.lr`)."""
     if path[0] != OPTIMIZER or len(path) < 2:
         return False
     return str(path[1]).partition(".")[0] == "param_groups"
@@ -182,6 +182,6 @@ def _size(shape: Sequence[int]) -> Call:
 
 
 def _steps(name: str) -> Steps:
-    """A path for a name alone: the outermost key, by which `load` goes, is before a dot."""
+    """The path for a flat name. `load` goes by the outermost key, which is before the first dot."""
     outer, dot, rest = name.partition(".")
     return (outer, rest) if dot else (name,)

@@ -42,22 +42,23 @@ class RankCodes:
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of a parameter, with bitsandbytes' codes beside the rest."""
+    """The state of a parameter, with the parts of bitsandbytes' codes beside the other states."""
     plain = {name: value for name, value in state.items() if name != _QUANTIZED}
     return plain | as_dict(state.get(_QUANTIZED))
 
 
 def numbers_of_codes(states: Iterable[str]) -> list[str]:
-    """The numbers of the states that have a table, as `state1` has `qmap1`."""
+    """The numbers of the states that are codes: those with a table, as `state1` has `qmap1`."""
     return [name.removeprefix("qmap") for name in states if name.startswith("qmap")]
 
 
 def split_codes(
     states: Mapping[str, list[Any]],
 ) -> tuple[dict[str, list[RankCodes]], dict[str, list[StoredTensor]], dict[str, list[Any]]]:
-    """Each rank's states without codes, codes by state, and their parts that are not elements.
+    """Each rank's states without codes; the codes, by state; and tensors of codes that are not of
+    elements.
 
-    Codes that are not understood on one rank stay as they are, with their parts.
+    Codes that are not understood on one rank stay among the states, as they are, with their parts.
     """
     codes: dict[str, list[RankCodes]] = {}
     for number in numbers_of_codes(states):
@@ -73,7 +74,7 @@ def split_codes(
 
 
 def meaning_of(codes: Any, table: Any, scales: Any) -> RankCodes | None:
-    """The meaning of codes; None where they are not codes of blocks of one row of elements."""
+    """The rule that codes follow; None if they are not codes of blocks of one row of elements."""
     if not all(isinstance(tensor, StoredTensor) for tensor in (codes, table, scales)):
         return None
     dtypes = [tensor.dtype.name for tensor in (codes, table, scales)]
@@ -84,7 +85,7 @@ def meaning_of(codes: Any, table: Any, scales: Any) -> RankCodes | None:
 
 
 def plain_name(state: str, settings: Mapping[str, Any]) -> str:
-    """The name in torch's optimizers of a state of bitsandbytes' Adam; others keep their name.
+    """The name that torch's optimizers give a state of bitsandbytes' Adam, or the same name.
 
     >>> plain_name("state2", {"betas": (0.9, 0.999), "eps": 1e-8})
     'exp_avg_sq'
@@ -102,7 +103,7 @@ def keep_apart(builder: ContentsBuilder, key: str, reason: str) -> None:
 
 
 def note_codes(builder: ContentsBuilder, decoded: bool) -> None:
-    """Note once how codes were taken; if decoded, as the user asked, the result says so."""
+    """Add one note on how codes were read; if decoded, the result records that choice."""
     note = _AS_MEANT if decoded else _AS_STORED
     if note not in builder.notes:
         builder.notes.append(note)

@@ -30,7 +30,7 @@ _OF_PARTITIONS = "describes the layout of the partitions, which whole parameters
 
 
 def add_extras(slices: Slices) -> None:
-    """Add everything that is not a tensor of the tree, by file."""
+    """Add all values that are not tensors of the tree as extras, by the file that has them."""
     for model in slices.files.all_models:
         values = {name: value for name, value in model.state.items() if name != "module"}
         if isinstance(values.get("optimizer"), dict):
@@ -50,7 +50,7 @@ def add_extras(slices: Slices) -> None:
 def _add_entries(
     slices: Slices, stored: StateFile, values: Mapping[str, Any], layout: Sequence[str], reason: str
 ) -> None:
-    """Add the values of a file as extras, but for those of the `layout`, which are skipped."""
+    """Add the values in a file as extras, and skip those that `layout` names."""
     for name, value in values.items():
         if name in layout:
             slices.builder.skip(f"{stored.name}:{name}", "layout", reason)

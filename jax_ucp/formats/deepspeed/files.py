@@ -141,7 +141,7 @@ class TagFiles:
 
 
 def tag_folder(path: FilePath, marker: str = "latest") -> FilePath | None:
-    """The folder that `latest` names, if `path` is a save directory."""
+    """The folder that `latest` names if `path` is a save directory; else `path`."""
     latest = path / marker
     if not latest.is_file():
         return None
@@ -191,7 +191,7 @@ def _unpadded(name: str) -> str:
 
 @dataclass(frozen=True)
 class _RunDegrees:
-    """The degrees of the run, by the model states in the file `model`."""
+    """The degrees of parallelism of a run, from the model states in the file `model`."""
 
     model: str
     pp: int
@@ -205,16 +205,17 @@ class _RunDegrees:
 
     @property
     def model_ranks(self) -> Sequence[int | None]:
-        """The data-parallel ranks that have model states of their own; None is all of them."""
+        """The data-parallel ranks that have model states of their own; None if all share one."""
         return range(self.world) if self.zero3 else (None,)
 
 
 def open_files(folder: FilePath, weights_only: bool = False) -> TagFiles:
-    """The files of one tag; with `weights_only`, of the optimizer only those that have masters.
+    """The opened files of one tag. With `weights_only`, the optimizer's files are opened only if
+    they hold masters.
 
-    Raises FormatError, naming the file, if one is missing, or of another run or step. With
-    `weights_only` a fault of optimizer files is recorded as `unusable`, except under ZeRO-3, which
-    keeps the weights in them alone.
+    Raises FormatError, naming the file, if one is missing, or belongs to another run or step. With
+    `weights_only` a fault in the optimizer's files is recorded as `unusable` instead, except under
+    ZeRO-3, where only they hold the weights.
     """
     names = _file_names(folder)
     model_names, optimizer_names = names["model states"], names["optimizers"]
@@ -268,7 +269,7 @@ def _open_all(folder: FilePath, names: Mapping[_Numbers, str]) -> dict[Any, Stat
 
 
 def _is_zero3(folder: FilePath, names: _Names) -> bool:
-    """Whether the files are ZeRO-3's. Raises FormatError for model states of several stages."""
+    """Whether ZeRO-3 wrote the files. Raises FormatError for model states of several stages."""
     if not (models := names["model states"]):
         states = (open_stored(folder / name).state for name in names["optimizers"].values())
         return any("fp32_flat_groups" in s.get("optimizer_state_dict", ()) for s in states)
@@ -284,7 +285,7 @@ def _is_zero3(folder: FilePath, names: _Names) -> bool:
 
 
 def _parse_run(names: _Names, model: StateFile, zero3: bool) -> _RunDegrees:
-    """The degrees (pp, tp, data-parallel) by the model states, or else by the names of files."""
+    """The degrees (pp, tp, data-parallel): from the model states, or else from names of files."""
     state = model.state
     data_ranks = {dp for dp, _ in names["optimizers"]}
     world = _count(state, "dp_world_size", max(len(data_ranks), 1))
@@ -325,7 +326,7 @@ def _count(state: Mapping[str, Any], key: str, default: int) -> int:
 def _check_models(
     folder: FilePath, models: Mapping[tuple[int | None, int], StateFile], run: _RunDegrees
 ) -> None:
-    """Raise FormatError where the model states of a rank are missing, or of another run or step."""
+    """Raise FormatError if a rank's model states are missing, or of another run or step."""
     data_ranks = f"{run.world} data-parallel ranks, " if run.zero3 else ""
     for mp, dp in itertools.product(range(run.mp_world), run.model_ranks):
         if (dp, mp) not in models:
@@ -353,7 +354,7 @@ def _check_models(
 def _optimizers(
     folder: FilePath, names: Mapping[_Numbers, str], run: _RunDegrees, weights_only: bool
 ) -> list[list[Rank]]:
-    """The optimizer files by model-parallel rank. Raises FormatError for those of other ranks."""
+    """The optimizer's files by model-parallel rank. Raises FormatError for unexpected ranks."""
     prefixes = {name.partition("zero_pp_rank")[0] for name in names.values()}
     if len(prefixes) > 1:
         raise FormatError(
@@ -475,10 +476,10 @@ def _as_rank(dp: int, stored: StateFile, run: _RunDegrees) -> Rank:
 
 
 def _check_saved_as(files: Iterable[StateFile]) -> None:
-    """Raise FormatError if torch.save wrote a file under another rank's name.
+    """Raise FormatError if torch.save wrote a file under the name of another rank.
 
-    Nothing else says whose ZeRO-3's partitions and frozen fragments are, which tensor-parallel rank
-    files without ZeRO are of, nor whose experts' moments they have.
+    The name is the only record of which rank ZeRO-3's partitions and frozen fragments belong to,
+    which tensor-parallel rank wrote files without ZeRO, and whose experts have the moments.
     """
     for stored in files:
         written, name = f"{stored.file.saved_as}.pt", stored.file.path.name
@@ -497,7 +498,7 @@ def _model_name(dp: int | None, mp: int) -> str:
 
 
 def check_facts(files: TagFiles, weights_only: bool = False) -> None:
-    """Raise FormatError unless all files, or with `weights_only` those of weights, are of one step.
+    """Raise FormatError unless all files (with `weights_only`, those of weights) are of one step.
 
     Counters, loss scaler and overflow are reduced over all ranks; groups of parameters are alike in
     a pipeline stage (`state_dict` in `runtime/zero/stage_1_and_2.py`, `stage3.py` and

@@ -38,7 +38,7 @@ _SEVERAL_TIED = "tied: several tied parameters have its name and shape"
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """A tensor of the module on one model-parallel rank, which is the parameter `owner`."""
+    """A tensor of the module on one model-parallel rank. If tied, it is the parameter `owner`."""
 
     mp: int
     name: str
@@ -48,7 +48,7 @@ class ModuleTensor:
 
 
 def add_module(slices: Slices) -> None:
-    """Add all of the module. Raises FormatError where the optimizer has more."""
+    """Add the module's tensors. Raises FormatError if one that the optimizer has is missing."""
     files = slices.files
     optimized = list(slices.params())
     copied: set[str] = set()  # the parameters that the module has
@@ -84,9 +84,10 @@ def add_module(slices: Slices) -> None:
 
 
 def _add_layers(slices: Slices, add: Callable[[ModuleTensor], None]) -> set[str]:
-    """Add the files of pipeline layers; those of tied ones are the lowest stage's.
+    """Add the tensors in files of pipeline layers. A tied layer's belong to the lowest stage that
+    has it.
 
-    Returns the parameters that may be meant by tensors of which nothing tells the name.
+    Returns the parameters that tensors may belong to whose name nothing decides.
     """
     files, ambiguous = slices.files, set[str]()
     buffers = names_in(files, "buffer_names")
@@ -118,7 +119,7 @@ def _add_layers(slices: Slices, add: Callable[[ModuleTensor], None]) -> set[str]
 
 
 def _add_experts(slices: Slices, add: Callable[[ModuleTensor], None]) -> set[str]:
-    """Add the files of single experts, by global number; returns the fused parameters of them."""
+    """Add the tensors in files of single experts. Returns the fused parameters that have any."""
     files, fused_names = slices.files, set[str]()
     rows: dict[tuple[int, str], dict[int, Array]] = defaultdict(dict)
     for (_, expert, mp), stored in files.experts.items():
@@ -170,7 +171,7 @@ def _add_experts(slices: Slices, add: Callable[[ModuleTensor], None]) -> set[str
 def add_model_states(
     slices: Slices, mp: int, owned: Collection[str], add: Callable[[ModuleTensor], None]
 ) -> None:
-    """Add the module in a rank's model states; `owned` parameters are stored as masters."""
+    """Add the module in the model states of a rank; `owned` parameters have masters."""
     # The second names of parameters on all model-parallel ranks, and their owners.
     shared: dict[str, str] = {}
     for first, *_ in slices.files.models:
@@ -202,7 +203,7 @@ def _add_buffer(slices: Slices, tensor: ModuleTensor) -> None:
 
 
 def add_tensor(slices: Slices, tensor: ModuleTensor) -> None:
-    """Add a tensor of a parameter: a copy of its master, or the parameter where it has none."""
+    """Add a tensor of a parameter: a copy of its master, or if it has none, the parameter."""
     owner, place = tensor.owner, slices.place(tensor.mp)
     master, array = slices.array_on(place, "param", owner), slices.builder.array(tensor.key)
     if master is None:
@@ -214,7 +215,7 @@ def add_tensor(slices: Slices, tensor: ModuleTensor) -> None:
 
 
 def add_frozen(slices: Slices, mp: int) -> None:
-    """Add frozen parameters: of ZeRO-2 whole on each rank, of ZeRO-3 only here, cut over ranks."""
+    """Add frozen parameters: under ZeRO-2 all of each on every rank, under ZeRO-3 in fragments."""
     models = slices.files.models[mp]
     first = models[0]
     shapes = first.state.get("frozen_param_shapes") or {}
@@ -250,7 +251,7 @@ def add_frozen(slices: Slices, mp: int) -> None:
 
 
 def names_in(files: TagFiles, key: str) -> set[str]:
-    """The names under a key of the model states, on all model-parallel ranks."""
+    """The names that the model states of all model-parallel ranks list under a key."""
     return {str(name) for first, *_ in files.models for name in first.state.get(key) or ()}
 
 
@@ -271,9 +272,10 @@ def tensors_of(
 def aliases(
     tensors: Mapping[str, StoredTensor], owned: Iterable[str], shared: Mapping[str, str]
 ) -> dict[str, str]:
-    """Second names, each with the name that owns the tensor.
+    """The second names of tensors, each with the name of the parameter it is tied to.
 
-    `shared_params` lists them, or, in ZeRO-0 and pipelines, both are one block of one storage.
+    `shared_params` lists them; in ZeRO-0 and pipelines, two names are tied if both are the same
+    block of one storage.
     """
     owned = set(owned)
     owners: dict[tuple[object, ...], str] = {}
@@ -292,11 +294,11 @@ def _region(tensor: StoredTensor) -> tuple[object, ...]:
 def layer_names(
     layer: int, tensors: Mapping[str, Shape], owned: Mapping[str, Shape]
 ) -> dict[str, str | None]:
-    """The names in the whole model of the tensors of a pipeline layer's file; None if ambiguous.
+    """The name in the whole model of each tensor of a pipeline layer; None if ambiguous.
 
-    The file has names inside the layer. A tied layer's parameters are called after its key, which
-    the file does not have: it is the one under which the optimizer owns parameters of those names
-    and shapes.
+    The file has names inside the layer. The parameters of a tied layer are named after the key of
+    that layer, which the file does not have: it is the key under which the optimizer owns
+    parameters with these names and shapes.
 
     >>> layer_names(0, {"w": (4, 2), "b": (4,)}, {"tied_modules.embed.w": (4, 2), "3.w": (4, 2)})
     {'w': 'tied_modules.embed.w', 'b': 'tied_modules.embed.b'}
@@ -315,7 +317,7 @@ def layer_names(
 
 
 def check_layers(files: TagFiles, owned: Iterable[str]) -> None:
-    """Raise FormatError for a layer that the optimizer has parameters of, but that has no file."""
+    """Raise FormatError if a layer has no file although the optimizer has parameters of it."""
     if files.pp == 1 and not files.layers:
         return
     prefixes = {name.partition(".")[0] for name in owned}
@@ -330,7 +332,7 @@ def check_layers(files: TagFiles, owned: Iterable[str]) -> None:
 
 
 def check_experts(files: TagFiles) -> None:
-    """Raise FormatError where the files of a layer's experts are not one for each expert."""
+    """Raise FormatError unless there is one file for each expert of a layer."""
     numbers = known(files.models[0][0].state.get("num_experts")) if files.models else None
     counts: Sequence[int] = numbers if isinstance(numbers, list) else []
     experts: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
@@ -359,7 +361,7 @@ _Signature = frozenset[tuple[str, Shape, str]]
 
 
 def check_expert_tensors(files: TagFiles) -> None:
-    """Raise FormatError for an expert's file unlike most of its layer, or of an unknown name."""
+    """Raise FormatError for tensors that most files of the layer lack, or of unknown names."""
     layers: dict[tuple[int, int], list[StateFile]] = defaultdict(list)
     for (layer, _, mp), stored in sorted(files.experts.items()):
         layers[layer, mp].append(stored)

@@ -31,7 +31,7 @@ _NATIVE = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*
 def teams(
     index: int, ranks: Sequence[Rank], models: Sequence[StateFile]
 ) -> list[tuple[int | None, list[Rank]]]:
-    """The ranks that share a group, in order, by expert-parallel rank, or None."""
+    """The ranks that share a group, in order, by expert-parallel rank (None if dense)."""
     entries = [rank.state.get("ds_zero_partition_groups") or () for rank in ranks]
     metadata = [next((e for e in of if e.get("sub_group") == index), None) for of in entries]
     lacking = [rank for rank, entry in zip(ranks, metadata, strict=True) if entry is None]
@@ -64,7 +64,7 @@ def teams(
 
 
 def _data_before_experts(stored: StateFile | Rank) -> bool:
-    """Whether neighbouring ranks have the same experts, by the settings of the run."""
+    """Whether neighbouring ranks have the same experts, by the run's settings."""
     config = as_dict(known(as_dict(stored.file.tree).get("ds_config")))
     return bool(config.get("use_data_before_expert_parallelism"))
 
@@ -72,7 +72,7 @@ def _data_before_experts(stored: StateFile | Rank) -> bool:
 def _zero3_teams(
     index: int, ranks: Sequence[Rank], metadata: Sequence[Any], models: Sequence[StateFile]
 ) -> list[tuple[int | None, list[Rank]]]:
-    """The ranks that share a sub-group of ZeRO-3, in order. Raises FormatError for others."""
+    """The ranks that share a sub-group of ZeRO-3, in order. Raises FormatError for other ranks."""
     teams_by_ep: dict[int | None, list[int]] = {}
     first_model: dict[int | None, str] = {}
     for dp, (rank, entry) in enumerate(zip(ranks, metadata, strict=True)):
@@ -105,7 +105,7 @@ def _zero3_teams(
 
 
 def check_expert_ranks(files: TagFiles) -> None:
-    """Raise FormatError where ZeRO-3's model states are another rank's, by AutoEP layers."""
+    """Raise FormatError if, by its AutoEP layers, a file of model states is of another rank."""
     every = [(dp, model) for models in files.models for dp, model in enumerate(models)]
     layers = [(dp, model, as_dict(layer)) for dp, model in every for layer in autoep_layers(model)]
     for dp, model, layer in layers if files.zero3 else ():
@@ -128,7 +128,7 @@ def autoep_layers(model: StateFile) -> list[Mapping[str, Any]]:
 
 
 def expert_number(name: str) -> str | None:
-    """The number of a native expert, which is a text, in the name of its tensor; else None."""
+    """The number of a native expert in the name of its tensor, as text, or None."""
     match = _NATIVE.fullmatch(name)
     return match[2] if match else None
 
@@ -155,7 +155,7 @@ def is_fused(name: str, model: StateFile) -> bool:
 def router_aliases(
     names: Collection[str], owned: Collection[str], model: StateFile
 ) -> dict[str, str]:
-    """AutoEP's second names of routers, those before it replaced the layer, and their owners."""
+    """The names of AutoEP's routers before it replaced the layer, with the parameters they are."""
     owner_of: dict[str, str] = {}
     for layer in autoep_layers(model):
         path = f"{layer['module_path']}."
@@ -184,7 +184,7 @@ def global_name(name: str, ep: int | None, shapes: Mapping[str, Shape]) -> str:
 
 
 def _count_experts(prefix: str, names: Iterable[str]) -> int:
-    """How many native experts of one layer there are among names."""
+    """The number of native experts of one layer among the names."""
     matches = filter(None, map(_NATIVE.fullmatch, names))
     return len({int(match[2]) for match in matches if match[1] == prefix})
 
@@ -198,7 +198,7 @@ def cut_twice(files: TagFiles, name: str) -> FormatError:
 
 
 def expert_layout(name: str, slices: Mapping[int, Shape], model: StateFile) -> ParamLayout:
-    """The parameter of fused experts' slices, by `ds_autoep_layers`, or rank after rank."""
+    """The layout of fused experts over slices: by `ds_autoep_layers`, or in the order of ranks."""
     shapes = [slices[ep] for ep in sorted(slices)]
     layer = _layer_of(name, model)
     if sorted(slices) != list(range(len(slices))) or len(slices) != int(layer["ep_size"]):
@@ -225,7 +225,7 @@ def expert_layout(name: str, slices: Mapping[int, Shape], model: StateFile) -> P
 
 
 def placement(name: str, model: StateFile) -> dict[int, list[int]]:
-    """By expert-parallel rank, the global numbers of the experts along the first axis."""
+    """The global numbers of the experts in a slice, by expert-parallel rank."""
     layer = _layer_of(name, model)
     ranks = _entry(layer, "expert_placement", "ranks")
     if ranks is not None:
@@ -268,6 +268,6 @@ def _row(row: int, shape: Shape) -> Box:
 
 
 def expert_rank(name: str, shapes: Mapping[str, Shape], ep: int) -> int | None:
-    """The one of `ep` ranks that has a native expert, by its global name; None for other names."""
+    """The one of `ep` ranks that has a native expert with this global name, or None."""
     match = _NATIVE.fullmatch(name)
     return int(match[2]) // (_count_experts(match[1], shapes) // ep) if match else None

@@ -35,14 +35,14 @@ _OWN_NUMBER = (
 
 @dataclass(frozen=True)
 class Joins:
-    """How slices form parameters: by the files, for each pipeline stage, or by the user's spec."""
+    """The rules by which slices form parameters: each pipeline stage's own, or the user's spec."""
 
     files: TagFiles
     stages: Sequence[TensorParallel | BySpec]
 
     @classmethod
     def of(cls, files: TagFiles, options: Options) -> Joins:
-        """The joins of a run. Raises FormatError where a stage's ranks say different things."""
+        """The rules for a run's files. Raises FormatError if the ranks of a stage differ."""
         if options.spec:
             return cls(files, [BySpec(options.spec, options.sizes)] * files.pp)
         stages: list[TensorParallel] = []
@@ -65,7 +65,7 @@ class Joins:
         return first if isinstance(first, BySpec) else None
 
     def bind(self, slices: Slices) -> None:
-        """Apply the user's rules to every parameter, and to the buffers that they name."""
+        """Match the user's rules with every parameter, and with the buffers that they name."""
         if not self.by_spec:
             return
         params: dict[str, list[SpecShard]] = {}
@@ -80,7 +80,7 @@ class Joins:
         self.by_spec.bind(params)
 
     def places(self, state: str, name: str, slices: StateSlices) -> list[Place]:
-        """The places of a parameter's slices, in order. Raises FormatError where one is missing."""
+        """The places of a parameter's slices, in order. Raises FormatError if one is missing."""
         stage = slices.stages[0]
         places = [place for place in slices.arrays if place[0] == stage]
         experts: list[Place] = [(stage, ep, 0) for _, ep, _ in places if ep is not None]
@@ -113,7 +113,7 @@ class Joins:
 
 
 def make_parameters(slices: Slices, joins: Joins) -> None:
-    """Add parameters and states, of the lowest stage with them. Raises FormatError."""
+    """Add parameters and states, from the lowest stage that has them. Raises FormatError."""
     builder = slices.builder
     unowned = FROZEN if any(slices.files.ranks) else _UNPROVED
     reasons = {"param": unowned, "buffer": "a buffer"}
@@ -146,14 +146,14 @@ def make_parameters(slices: Slices, joins: Joins) -> None:
 
 
 class Values:
-    """Adds values that every rank has to parameters; one that several share is compared once."""
+    """Adds values that every rank has to parameters; a shared value is compared once."""
 
     def __init__(self, builder: ContentsBuilder):
         self._builder = builder
         self._agreed: dict[tuple[str, ...], Array] = {}
 
     def add(self, state: str, name: str, values: Sequence[FileValue]) -> None:
-        """Raises FormatError, naming the file, where one differs."""
+        """Add a state's values. Raises FormatError, naming the file, if one differs."""
         files, numbers = [stored for stored, _ in values], [value for _, value in values]
         if not all(isinstance(number, StoredTensor | bool | int | float) for number in numbers):
             for stored, value in values:

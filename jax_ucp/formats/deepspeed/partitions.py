@@ -55,7 +55,7 @@ Addresses = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Team:
-    """A group of parameters on the ranks that share it: of one model- and expert-parallel rank."""
+    """A group of parameters on the ranks that share it, all of one mp and one ep rank."""
 
     mp: int
     ep: int | None
@@ -68,13 +68,13 @@ class Team:
 
     @cached_property
     def names(self) -> Mapping[str, str]:
-        """By the parameters' names on the ranks, those in the whole model."""
+        """The parameters' names in the whole model, by their names on the ranks."""
         shapes = self.group.shapes
         return {name: moe.global_name(name, self.ep, shapes) for name in shapes}
 
 
 def teams(files: TagFiles, weights_only: bool) -> Iterator[Team]:
-    """The groups of every model-parallel rank. Raises FormatError where files do not fit."""
+    """The groups of every model-parallel rank. Raises FormatError if files do not fit together."""
     for mp, (models, ranks) in enumerate(zip(files.models, files.ranks, strict=True)):
         if not ranks:
             continue
@@ -94,7 +94,7 @@ def teams(files: TagFiles, weights_only: bool) -> Iterator[Team]:
 
 
 def add_partitions(slices: Slices) -> None:
-    """Add masters and states. Raises FormatError for files of another run."""
+    """Add masters and states of the optimizer. Raises FormatError for files of another run."""
     weights_only, builder = slices.options.weights_only, slices.builder
     for rank in slices.files.all_ranks if weights_only else ():
         for key in rank.file.arrays():  # those of masters are mapped later
@@ -127,7 +127,7 @@ def add_partitions(slices: Slices) -> None:
 
 
 def _add_flat_states(slices: Slices, team: Team) -> None:
-    """Add the states of which each rank has a flat partition."""
+    """Add the states that each rank keeps as a flat partition."""
     builder, ranks, settings = slices.builder, team.group.ranks, team.settings
     decode = slices.options.dequantize == DECODED
     # States whose partitions have the same lengths share layouts, which are checked once then.
@@ -163,7 +163,7 @@ def _add_flat_states(slices: Slices, team: Team) -> None:
 
 
 def _add_wholes(slices: Slices, team: Team) -> None:
-    """Add the states of parameters that are not partitioned: the first rank's, others compared."""
+    """Add the states of parameters that are not partitioned, and compare the ranks' copies."""
     place = slices.place(team.mp, team.ep)
     for state, wholes in team.group.whole.items():
         for whole in wholes:
@@ -181,9 +181,10 @@ def _add_wholes(slices: Slices, team: Team) -> None:
 
 
 def _add_values(slices: Slices, team: Team) -> None:
-    """Add values that a group has once, such as its step, to all its parameters, if ranks agree.
+    """Add values that a group has once, such as its step, to all its parameters if the ranks agree
+    on them.
 
-    What is of a group, but not of its parameters, is kept as each rank has it.
+    Other values of a group that are not of its parameters are kept for each rank.
     """
     ranks, builder = team.group.ranks, slices.builder
     aside = dict(team.group.aside)
@@ -212,7 +213,8 @@ def _differ(slices: Slices, ranks: Sequence[Rank], values: Sequence[Any]) -> boo
 
 
 def _add_muon_steps(slices: Slices, all_teams: Sequence[Team]) -> None:
-    """Add the step of parameters that Muon updates, where the optimizer's others agree on theirs.
+    """Add the step of the parameters that Muon updates, if the optimizer's other parameters agree
+    on theirs.
 
     Muon stores none, and one call of it updates both kinds (`runtime/zero/muon/muon_optimizer.py`).
     """

@@ -107,7 +107,7 @@ def _about(files: TagFiles) -> About:
 
 
 def _check_without_partitions(slices: Slices) -> None:
-    """Raise FormatError where optimizer files are needed; else note that they are missing."""
+    """Raise FormatError if missing optimizer files are needed; else note that they are missing."""
     files, first = slices.files, slices.files.models[0][0]
     stage = 3 if files.zero3 else zero_config(first).get("stage", 0)
     missing = f"{files.folder} has no *_optim_states.pt"

@@ -34,7 +34,10 @@ FileValue = tuple[StateFile, Any]
 
 @dataclass
 class StateSlices:
-    """A state's slices by place, or group values by stage; `stored` ones are not yet counted."""
+    """A state's slices by place, or a group's values by stage.
+
+    `stored` are the places whose slice is a stored tensor that the inventory does not count yet.
+    """
 
     arrays: dict[Place, Array] = field(default_factory=dict)
     stored: set[Place] = field(default_factory=set)
@@ -46,7 +49,7 @@ class StateSlices:
 
 
 class Slices:
-    """The slices of a checkpoint, by state and name; `builder` has the inventory so far.
+    """The slices of a checkpoint, by state and name. `builder` collects the inventory.
 
     `more` are files beside those of the engine.
     """
@@ -74,7 +77,7 @@ class Slices:
         layout: ParamLayout | None,
         inputs: Sequence[Array],
     ) -> None:
-        """Add a slice of inputs by a layout, or one input. Raises FormatError if one is there."""
+        """Add a slice of inputs by a layout, or one input. Raises FormatError for a second one."""
         stage, ep, tp = place
         if ep is not None and moe.expert_number(name):
             place = stage, None, tp
@@ -89,7 +92,7 @@ class Slices:
         slices.stored.add(place)
 
     def take(self, place: Place, state: str, name: str) -> Array:
-        """Remove a slice, in whose place another one comes."""
+        """Remove a slice and return it; another one is to take its place."""
         slices = self.states[state, name]
         slices.stored.discard(place)
         return slices.arrays.pop(place)
@@ -102,7 +105,7 @@ class Slices:
         return {name: slices for (state, name), slices in self.states.items() if state == "param"}
 
     def shapes_on(self, mp: int) -> dict[str, Shape]:
-        """The parameters that have a slice on a model-parallel rank, each with its shape."""
+        """The shape of each parameter's slice on a model-parallel rank, if it has one there."""
         place, params = self.place(mp), self.params()
         return {
             name: own.arrays[place].info.shape
@@ -124,13 +127,13 @@ class Slices:
         at: Sequence[int] = (),
         cause: str = "",
     ) -> None:
-        """Say that an array is a copy of a slice; `verify` compares them."""
+        """Record that an array is a copy of a slice, or of its item `at`, for `verify`."""
         whole = self.states[state, name].arrays[place]
         label = self.label(place, state, name)
         self.builder.slice_duplicate(whole, label, copy, reason, at, cause)
 
     def label(self, place: Place, state: str, name: str) -> str:
-        """A slice's name, for people: a stored tensor has its own."""
+        """The name of a slice in messages; a stored tensor goes by its own name."""
         slices = self.states[state, name]
         if place in slices.stored:
             return next(items_of(slices.arrays[place]))

@@ -106,7 +106,7 @@ def add_numbered_states(slices: Slices) -> None:
 
 
 def _add_states(slices: Slices, one: StageZero, places: Places) -> None:
-    """The states of torch's own optimizer; of 8-bit ones decoded, if that was asked for."""
+    """Add the states of torch's own optimizer; 8-bit ones are decoded if the user asks for it."""
     builder, place = slices.builder, slices.place(one.mp)
     names = {number: name for name, (number, _) in places.items()}
     decode = slices.options.dequantize == DECODED
@@ -141,7 +141,7 @@ def _add_states(slices: Slices, one: StageZero, places: Places) -> None:
 
 
 def _add_masters(slices: Slices, one: StageZero, places: Places) -> None:
-    """Masters and states of the optimizers that DeepSpeed wraps for half precision."""
+    """Add masters and states of the optimizers that DeepSpeed wraps for half precision."""
     place, builder = slices.place(one.mp), slices.builder
     for name, (number, part) in places.items():
         master, shape = one.masters[number], one.shapes[name]
@@ -160,7 +160,7 @@ def _add_masters(slices: Slices, one: StageZero, places: Places) -> None:
 
 
 def _keep_apart(slices: Slices, one: StageZero, reason: str) -> None:
-    """Keep the optimizer's tensors under `other`, by their places, the rest as an extra."""
+    """Keep an optimizer's tensors under `other`, by their paths, and other values as an extra."""
     inner, masters = unwrapped(one.stored.state["optimizer"])
     states = "optimizer/optimizer_state_dict/state" if masters else "optimizer/state"
     items = (f"{states}/", f"optimizer/{masters}/") if masters else (f"{states}/",)

@@ -50,7 +50,7 @@ Places = dict[str, tuple[int, Box]]
 
 @dataclass(frozen=True)
 class StageZero:
-    """The optimizer in one file, and its possible parameters; `masters` by number, maybe `flat`."""
+    """The optimizer in one file, and its possible parameters; `masters` by number, or `flat`."""
 
     stored: StateFile
     mp: int
@@ -67,9 +67,9 @@ class StageZero:
         return all("param_names" in group for group in self.groups)
 
     def kinds(self) -> list[tuple[list[int], dict[str, Shape]]]:
-        """The indices of dense groups, and of experts', each with the parameters they may have.
+        """(groups, parameters that they may have): of dense groups, and of experts'.
 
-        Masters are all in one kind, because experts have none.
+        Masters are all in the first, because files of experts have none.
         """
         if self.masters:
             return [([*range(len(self.groups))], dict(self.shapes))]
@@ -133,7 +133,7 @@ def optimizers_of(slices: Slices, mp: int) -> list[StageZero]:
 
 
 def _optimizer(slices: Slices, stored: StateFile, mp: int, ep: int, ranks: int) -> StageZero:
-    """The optimizer of a file. Raises FormatError for no torch's, or missing experts' ranks."""
+    """The optimizer in a file. Raises FormatError for other classes, or missing experts' ranks."""
     optimizer = stored.state["optimizer"]
     inner, masters = unwrapped(optimizer)
     match inner:
@@ -163,7 +163,7 @@ def _optimizer(slices: Slices, stored: StateFile, mp: int, ep: int, ranks: int) 
 
 
 def sizes_of(one: StageZero) -> str:
-    """The size of each group, in elements or parameters, for messages."""
+    """The size of each group in elements or parameters, in words for messages."""
     if one.flat:
         elements = [str(math.prod(master.shape)) for master in one.masters.values()]
         return f"groups of {' + '.join(elements)} elements"
@@ -175,7 +175,7 @@ def sizes_of(one: StageZero) -> str:
 
 
 def unwrapped(optimizer: Any) -> tuple[Any, str]:
-    """Torch's own optimizer, and the name of the masters that DeepSpeed keeps, if any."""
+    """Torch's own optimizer, and the key of DeepSpeed's masters beside it, or an empty text."""
     if isinstance(optimizer, dict):
         for masters in ("fp32_groups", "fp32_groups_flat"):
             if masters in optimizer:
@@ -184,7 +184,7 @@ def unwrapped(optimizer: Any) -> tuple[Any, str]:
 
 
 def places_of(slices: Slices, one: StageZero, said: SaidGroups | None) -> Places:
-    """The place of each parameter, by names in the file before what is `said`. Raises Undecided."""
+    """Each parameter's place: by names in the file, what is `said`, or proof. Raises Undecided."""
     said = None if one.named else said
     copies = None
     if one.masters:
@@ -210,7 +210,7 @@ def _names_of_numbers(
     said: SaidGroups | None,
     copies: Copies | None,
 ) -> Mapping[int, str]:
-    """The parameter of each number of some groups, which have parameters of these `shapes`."""
+    """The parameter's name by number, for groups whose parameters have these `shapes`."""
     groups = [one.groups[i] for i in indices]
     numbers: list[Sequence[int]] = [group["params"] for group in groups]
     if all("param_names" in group for group in groups):
@@ -249,7 +249,7 @@ def _names_of_numbers(
 
 
 def _in_module_order(one: StageZero, group: Mapping[str, Any]) -> list[list[int]]:
-    """The numbers of a group, in lists that each follow the order of the module.
+    """The numbers in a group, as lists that each follow the order of the module.
 
     Muon sorts parameters by shape (`runtime/zero/muon/original_muon.py`): one list for each shape.
     """
@@ -264,7 +264,7 @@ def _in_module_order(one: StageZero, group: Mapping[str, Any]) -> list[list[int]
 def _own_lists(
     one: StageZero, lists: Sequence[Sequence[str]], indices: Sequence[int]
 ) -> tuple[tuple[str, ...], ...]:
-    """The user's lists for some groups; of experts those of this rank."""
+    """The user's lists for some groups; those of experts without other ranks' experts."""
     if len(lists) != len(one.groups):
         raise Undecided(f"{len(lists)} lists for {len(one.groups)} groups ({sizes_of(one)})")
     for name in itertools.chain.from_iterable(lists):
@@ -277,7 +277,7 @@ def _own_lists(
 
 
 def _places_in_buffers(one: StageZero, copies: Copies, said: SaidGroups | None) -> Places:
-    """The place of each parameter in the flat buffers of masters, one for each group."""
+    """The place of each parameter in the flat buffers of masters, of which each group has one."""
     numbers, masters = [*one.masters], [*one.masters.values()]
     keys = [one.stored.key(master) for master in masters]
     lengths = [math.prod(master.shape) for master in masters]
@@ -312,7 +312,7 @@ def _listed_in_buffers(
     lists: Sequence[Sequence[str]],
     begins: Callable[[str, int, int], bool],
 ) -> dict[str, tuple[int, int]]:
-    """(group, offset) of each name of lists, one list for each buffer."""
+    """The (group, offset) of each name in the lists, one list for each buffer."""
     if len(lists) != len(lengths):
         raise Undecided(f"{len(lists)} lists for {len(lengths)} groups ({sizes_of(one)})")
     places: dict[str, tuple[int, int]] = {}
@@ -335,7 +335,7 @@ def _listed_in_buffers(
 
 
 class Copies:
-    """The 16-bit weights of a rank, by parameter, found by the bits of rounded masters."""
+    """The module's 16-bit weights on one rank, to be found by the bits of rounded masters."""
 
     def __init__(self, shards: ArraySource, keys: Mapping[str, str], shapes: Mapping[str, Shape]):
         self._shards, self._keys, self._shapes = shards, keys, shapes
@@ -353,7 +353,7 @@ class Copies:
         self._left = 4 * sum(self.sizes.values()) + _BLOCK
 
     def candidates_at(self, key: str, offset: int) -> list[str]:
-        """The parameters that the tensor of masters `key` can have at `offset`, by their bits."""
+        """The parameters whose bits the tensor of masters `key` has at `offset`."""
         shape = self._shards.arrays()[key].shape
         room = math.prod(shape) - offset
         candidates: list[str] = []
@@ -396,7 +396,7 @@ class Copies:
         return self._digests[asked]
 
     def _bits(self, key: str, shape: Shape, start: int, count: int, dtype: np.dtype) -> bytes:
-        """Elements in row-major order, rounded to a dtype; they may overflow, as in the module."""
+        """The bits of elements in row-major order, rounded to a dtype; they may overflow in it."""
         parts = [
             np.asarray(self._shards.read(key, box))
             for box in range_boxes(shape, start, start + count)

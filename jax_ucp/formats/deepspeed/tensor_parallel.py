@@ -90,9 +90,9 @@ class _SubParams:
 
 
 class TensorParallel:
-    """How the slices of the `tp` ranks form parameters, by the info in the file `path`.
+    """The rules by which slices of `tp` ranks form parameters, by the info in the file `path`.
 
-    Raises FormatError where the info is missing and needed, says nothing, or is of a newer version.
+    Raises FormatError if the info is needed and missing, is empty, or is of a newer version.
     """
 
     def __init__(self, info: Any, tp: int, path: str, sizes: Mapping[str, int]):
@@ -133,7 +133,7 @@ class TensorParallel:
             )
 
     def layout(self, name: str, slices: Sequence[Shape]) -> ParamLayout:
-        """The parameter that the slices form. Raises LayoutError where they do not fit."""
+        """The layout of the parameter over the slices. Raises LayoutError if they do not fit."""
         if (affine := self._hit(self.maps, name, "affine_map")) is not None:
             return affine_layout(
                 self.maps[affine], slices, f"{self.path}: the affine map of {name}"
@@ -168,7 +168,7 @@ class TensorParallel:
         )
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raise FormatError for unused patterns, and for what DeepSpeed says it cannot join."""
+        """Raise FormatError for unused patterns, or what DeepSpeed says it cannot join."""
         if self.tp == 1:
             return
         matching = {name: self._patterns.matching(name) for name in names}
@@ -186,7 +186,7 @@ class TensorParallel:
             )
 
     def lists_of(self, name: str) -> set[str]:
-        """The lists that have a parameter."""
+        """The lists that a parameter is in."""
         matching = self._patterns.matching(name)
         return {key for key, patterns in self._lists.items() if not matching.isdisjoint(patterns)}
 
@@ -240,7 +240,7 @@ class TensorParallel:
 
 
 class BySpec:
-    """How slices form parameters, by a spec of the user's: all of them, whatever the files say."""
+    """The rules of a spec that the user gives; they hold whatever the files record."""
 
     def __init__(self, spec: Path | Spec, sizes: Sizes):
         self.spec = load(spec)
@@ -266,13 +266,13 @@ class BySpec:
         return name.startswith("tied_modules.")
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Nothing: `bind` has refused rules without a parameter."""
+        """Do nothing: `bind` has refused rules that match no parameter."""
 
 
 def affine_layout(entry: Mapping[str, Any], slices: Sequence[Shape], what: str) -> ParamLayout:
-    """The parameter of slices by an affine map, if all its pieces are boxes on both sides.
+    """The layout of a parameter by an affine map whose pieces are blocks of it and of slices.
 
-    A piece is (shape, source in the parameter, dest in the slice), both ends an offset and strides
+    A piece is (shape, source in the parameter, dest in the slice), each end an offset and strides
     in elements. Raises FormatError for a transposed, strided or scaled piece.
     """
     shape = tuple(map(int, entry["logical_shape"]))

@@ -82,7 +82,7 @@ def parse(path: FilePath, options: Options) -> Contents:
 
 
 class _UniversalReader:
-    """Adds the content of each file: atoms first, with which the module is compared."""
+    """Adds the content of each file. Atoms come first, because the module is compared with them."""
 
     def __init__(self, universal: UniversalFiles, options: Options):
         self.universal, self.files = universal, universal.files
@@ -117,7 +117,7 @@ class _UniversalReader:
         return self.joins.stages[own.stage].layout(name, own.shapes)
 
     def _add_atoms(self) -> dict[tuple[str, str], Array]:
-        """Add every state that has a file; returns the tensors, by state and parameter."""
+        """Add every state that has a file. Returns the tensors, by state and parameter."""
         tensors: dict[tuple[str, str], Array] = {}
         for name, own in self.owned.items():
             states = self.universal.states(name)
@@ -158,7 +158,7 @@ class _UniversalReader:
         return tensors
 
     def _compare_rank_0(self, atoms: Mapping[tuple[str, str], Array]) -> None:
-        """Compare rank 0's partitions, which ZeRO-3 leaves, with atoms; not those of slices."""
+        """Compare rank 0's partitions, which ZeRO-3 leaves, with atoms that are not cut."""
         masters = self.universal.optimizer_entry("fp32_flat_groups")
         if masters is None or self.files.tp > 1:
             return
@@ -200,7 +200,7 @@ class _UniversalReader:
                     start += numel
 
     def _add_module(self) -> None:
-        """Add the parameters without an atom, and compare others with atoms, which may be means."""
+        """Add parameters without an atom, and compare others with atoms, which may be means."""
         # Copies of atoms, by (pipeline stage, tp rank).
         copies: dict[str, dict[tuple[int, int], ModuleTensor]] = defaultdict(dict)
 
@@ -257,7 +257,7 @@ class _UniversalReader:
                 self.builder.extra(OPTIMIZER, name, value)
 
     def _skip_other_files(self) -> None:
-        """Account for what is not read. Raises FormatError for folders of no parameter."""
+        """Note the files that are not read. Raises FormatError for folders of no parameter."""
         folder, atoms = self.files.folder, self.universal.atoms
         module = names_in(self.files, "module")
         for name in sorted(atoms.keys() - self.owned.keys()):

@@ -134,7 +134,7 @@ def _owned(params: Parameters) -> dict[str, Mapping[str, Tensor]]:
 def _groups(
     params: Parameters, model: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The optimizer groups in the loader's order, which is that of a DeepSpeed source."""
+    """The optimizer groups in the order of the loader, which is that of a source from DeepSpeed."""
     groups = list(optimizer.get("param_groups", model.get("optimizer/param_groups")) or ())
     while groups and not groups[-1].keys() - {"params"}:
         groups.pop()  # an export wrote these for groups that are not known
@@ -188,7 +188,7 @@ def carries(file: str, name: str) -> bool:
 
 
 def _number(step: np.ndarray) -> Any:
-    """A step as optimizers keep it: a tensor in torch's, an int in DeepSpeed's."""
+    """A step in the form that optimizers keep: a tensor in torch's, an int in DeepSpeed's."""
     return int(step) if step.dtype.kind in "iu" else step
 
 
@@ -216,8 +216,8 @@ def _faults(name: str, states: Mapping[str, Tensor]) -> Iterable[str]:
 
 
 def _how_to_cut(rules: TensorParallel, name: str, shape: Shape) -> dict[str, Any]:
-    """The fields of an atom from which ranks cut their slices, in the converter's precedence.
-    Raises FormatError if sub-parameters do not fit the shape.
+    """The fields of an atom by which ranks cut their slices, in the converter's order of
+    precedence. Raises FormatError if sub-parameters do not fit the shape.
     """
     listed, (_, sub) = rules.lists_of(name), rules.sub_params_of(name)
     cut: dict[str, Any] = {"cat_dim": int(ROWS in listed)}

@@ -30,7 +30,7 @@ from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
 
 @dataclass(frozen=True)
 class Whole:
-    """A flat tensor of one rank that has whole parameters one after another, from these starts."""
+    """A flat tensor of one rank that has whole parameters one after another, from `starts` on."""
 
     rank: Rank
     tensor: StoredTensor
@@ -68,7 +68,7 @@ _MOMENTUM = "momentum_buffer"
 
 
 def param_shapes(model: StateFile, ranks: Sequence[Rank]) -> list[dict[str, Shape]]:
-    """The parameters of each group, in the order of its buffer, by the model states."""
+    """The parameters of each group, in the order of its buffer, from the model states."""
     shapes = known(model.state.get("param_shapes"))
     if not isinstance(shapes, list):
         raise FormatError(
@@ -96,7 +96,7 @@ def group(
     model: str,
     weights_only: bool = False,
 ) -> PartitionGroup:
-    """A group of parameters, and its states on `ranks`. Raises FormatError for lengths."""
+    """A group of parameters and its states on `ranks`. Raises FormatError for other lengths."""
     masters = [rank.masters[index] for rank in ranks]
     is_muon = any(rank.settings(index).get("use_muon") for rank in ranks)
     by_name = {} if weights_only else _states_by_name(index, ranks, is_muon)
@@ -262,7 +262,7 @@ def _misfit(
 
 
 def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank, model: str) -> dict[str, int]:
-    """Elements of padding after each parameter, under `parameter_alignment`."""
+    """The elements of padding after each parameter, for `parameter_alignment`."""
     paddings = rank.state.get("param_alignment_paddings")
     if not paddings or not paddings[index]:
         return {}
@@ -276,8 +276,8 @@ def _gaps(index: int, shapes: Mapping[str, Shape], rank: Rank, model: str) -> di
 
 
 def touched(layout: ParamLayout) -> tuple[ParamLayout, list[int]]:
-    """The layout with only the shards that hold a part, counted anew (of an empty parameter the
-    first), and the numbers that these had, ascending.
+    """The layout without shards that hold no part, and the old numbers of those that are left,
+    ascending. Of an empty parameter the first shard is left.
     """
     used = sorted({part.input for part in layout.parts}) or [0]
     if len(used) == len(layout.shards):

@@ -54,7 +54,7 @@ class RankFiles:
     fsdp_config: Mapping[str, Any] = field(default_factory=dict)
 
     def steps_of(self, kind: str) -> Steps:
-        """The path in the save's tree at which the trees in the files of an item lie."""
+        """The path in the tree of the whole save at which the trees in an item's files belong."""
         return () if [*self.names] == [WHOLE] else (kind,)
 
 
@@ -123,8 +123,8 @@ def _in_order(folder: FilePath, items: _ByRank, world_size: int) -> dict[str, Se
 
 
 def _written(path: FilePath) -> dict[str, list[int]]:
-    """The ranks that wrote each item, by the `metadata.pkl` at the path. Raises FormatError if it
-    is another file, or a rank wrote an item to another file than `ITEM_R.pt`.
+    """The ranks that wrote each item, by the `metadata.pkl` at the path. Raises FormatError if this
+    is another file, or if a rank wrote an item to another file than `ITEM_R.pt`.
     """
     with naming(path):
         items = as_dict(load(path.read_bytes(), {})).get("metadata")

@@ -38,7 +38,7 @@ Units = list[list[str]]  # the names of the parameters in each flat one, in orde
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """A rank's part of a state: the shard that it is of, its shape and its key."""
+    """The part of a state that one rank has: the number of the shard, its shape and its key."""
 
     shard: int
     shape: Shape
@@ -47,7 +47,7 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class FlatStates:
-    """The states of an optimizer by number; `parts` are of parameters, on `shards` ranks."""
+    """The states of an optimizer by number; `parts` are parameters' ranges on `shards` ranks."""
 
     states: Mapping[int, Mapping[str, Sequence[FlatShard]]]
     groups: Sequence[tuple[Sequence[int], Mapping[str, Any]]]
@@ -56,7 +56,7 @@ class FlatStates:
 
     @classmethod
     def of(cls, states: Mapping[Steps, Sequence[FlatShard]], tree: Any, shards: int) -> FlatStates:
-        """Of states by path, and the optimizer's dict of a rank."""
+        """The states, from those by path and one rank's dict of the optimizer."""
         by_number: dict[int, dict[str, Sequence[FlatShard]]] = defaultdict(dict)
         for path, stored in states.items():
             if len(path) != 4 or type(path[2]) is not int:
@@ -70,7 +70,9 @@ class FlatStates:
 
     @property
     def are_flat(self) -> bool:
-        """Whether these are of flat parameters: all ranks have parts of each, of equal length."""
+        """Whether the states are of flat parameters: all ranks have an equally long part of
+        each.
+        """
         for number, of_number in self.states.items():
             ranks = {part.shard for part in next(iter(of_number.values()))}
             lengths = {len(part) for part in self.parts[number] or ()}
@@ -80,7 +82,7 @@ class FlatStates:
 
 
 def _parts(states: Mapping[str, Sequence[FlatShard]]) -> list[range] | None:
-    """The parts of the parameter with these states. Raises FormatError for unlike replicas."""
+    """The ranges of the parameter with these states. Raises FormatError for unlike replicas."""
     stored = next((stored for stored in states.values() if stored[0].shape), None)
     if stored is None:
         return None
@@ -101,7 +103,7 @@ def _parts(states: Mapping[str, Sequence[FlatShard]]) -> list[range] | None:
 def place_flat(
     builder: ContentsBuilder, flat: FlatStates, shapes: Mapping[str, Shape], options: Options
 ) -> None:
-    """Give states to parameters in model order, or keep them apart. Raises FormatError."""
+    """Add states to parameters in the model's order, or keep them apart. Raises FormatError."""
     if options.optimizer_groups is None:
         for number, states in flat.states.items():
             whole = (_total(flat.parts[number]) or 0,)
@@ -139,7 +141,7 @@ def place_flat(
 
 
 def _starts(flat: FlatStates, shapes: Mapping[str, Shape]) -> dict[int, dict[str, int]]:
-    """The parameters of each number, and where each starts in the flat one. Raises Undecided."""
+    """Each number's parameters, and where they start in its flat one. Raises Undecided."""
     numbers = [number for of_group, _ in flat.groups for number in of_group]
     if strays := sorted(flat.states.keys() - set(numbers)):
         raise Undecided(f"there are states of {strays[0]}, which no group lists")
@@ -166,14 +168,14 @@ def _starts(flat: FlatStates, shapes: Mapping[str, Shape]) -> dict[int, dict[str
 
 
 def _total(parts: Sequence[range] | None) -> int | None:
-    """The number of elements of a parameter with these parts; None of one without states."""
+    """The number of elements of a parameter with these parts; None if it has no states."""
     return max(part.stop for part in parts) if parts else None
 
 
 def _layout(
     stored: Sequence[FlatShard], shape: Shape, start: int, parts: Sequence[range] | None
 ) -> ParamLayout:
-    """The layout of a state of the parameter at `start` of a flat one; numbers are in all ranks."""
+    """The layout of a state of the parameter that starts at `start` of its flat one."""
     if stored[0].shape:
         return flat_layout(shape, start, parts or [])
     return Replicated().join([part.shape for part in stored])
@@ -232,7 +234,7 @@ def _ways(shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]
 
 
 def _wrappings(names: Sequence[str], count: int) -> Iterator[set[str]]:
-    """Sets of `count` modules that may be wrapped, or one more without parameters."""
+    """Sets of `count` modules that may be wrapped, or one more if that has no parameters."""
     kinds: dict[str, set[str]] = defaultdict(set)
     for name in names:
         path = name.split(".")[:-1]
@@ -247,7 +249,7 @@ def _wrappings(names: Sequence[str], count: int) -> Iterator[set[str]]:
 
 
 def subsets(sizes: Sequence[tuple[str, int]], most: int) -> Iterator[list[str]]:
-    """Choices of kinds with at most so many modules in all, and not one fewer than `most - 1`."""
+    """The choices of kinds with `most` or `most - 1` modules in all."""
     rest = [*itertools.accumulate((size for _, size in reversed(sizes)), initial=0)][::-1]
 
     def choose(i: int, left: int) -> Iterator[list[str]]:

@@ -47,7 +47,7 @@ class PlacedShard:
 def shard_at(
     shape: Shape, mesh: Shape, coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[PlacedShard, PlacedShard]:
-    """The shard of a rank: cut from the left to the right, and in the order of split factors.
+    """The shard at a coordinate: cut from the left to the right, and in the order of split factors.
 
     >>> shard, _ = shard_at((5, 3), (2, 2), (1, 1), (None, Split(0)))
     >>> shard.shape, [str(target) for _, target in shard.blocks]
@@ -85,7 +85,7 @@ def _shard(runs: Sequence[Runs]) -> PlacedShard:
 
 
 def _part(runs: Runs, parts: int, part: int) -> Runs:
-    """The part of a number, of `parts`, as `torch.chunk` cuts.
+    """Part number `part` of the runs if they are cut into `parts` as `torch.chunk` cuts.
 
     >>> [_part([(0, 5)], 4, part) for part in range(4)]
     [[(0, 2)], [(2, 4)], [(4, 5)], []]

@@ -58,7 +58,7 @@ def recognise(path: FilePath) -> bool:
 
 
 def parse(path: FilePath, options: Options) -> Contents:
-    """The checkpoint of all ranks' files in a folder. Raises FormatError, naming the file."""
+    """The checkpoint in a folder of ranks' files. Raises FormatError, naming the file."""
     ranks = rank_files(path)
     kinds = [kind for kind in ranks.names if kind != OPTIM or not options.weights_only]
     names = [name for kind in kinds for name in ranks.names[kind]]
@@ -115,7 +115,7 @@ def parse(path: FilePath, options: Options) -> Contents:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """A tensor in the file of one rank; a DTensor as `node` says of which whole it is a part."""
+    """A tensor in the file of one rank; of a DTensor, `node` says which part it is."""
 
     rank: int
     file: str
@@ -137,7 +137,7 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A tensor at a path of nested dicts, put together of the parts that the ranks have."""
+    """A tensor at a path of nested dicts, which is joined from the parts of the ranks."""
 
     path: Steps
     shape: Shape
@@ -174,7 +174,7 @@ _Parts = Mapping[Steps, Sequence[RankPart]]
 
 
 def _parts(saved: _Saved, kind: str) -> _Parts:
-    """The tensors by path, each as the parts that ranks have. Raises FormatError."""
+    """Each tensor's parts by the tensor's path. Raises FormatError for an unreadable one."""
     parts: dict[Steps, list[RankPart]] = defaultdict(list)
     for rank, name, file in saved.of(kind):
         for path, node in nested_leaves(file.tree, saved.ranks.steps_of(kind)):
@@ -187,7 +187,7 @@ def _parts(saved: _Saved, kind: str) -> _Parts:
 
 
 def _whole(saved: _Saved, path: Steps, parts: Sequence[RankPart]) -> _Whole:
-    """A tensor of the parts that the ranks have. Raises FormatError where they do not fit."""
+    """The tensor that the ranks' parts form. Raises FormatError if they do not fit together."""
     label, folder, first = joined(path), saved.ranks.folder, parts[0]
     for part in parts:
         if type(part.node) is not type(first.node) or part.words != first.words:
@@ -220,7 +220,7 @@ def _whole(saved: _Saved, path: Steps, parts: Sequence[RankPart]) -> _Whole:
 def _layout(
     folder: FilePath, label: str, parts: Sequence[RankPart], specs: Sequence[TensorSpec]
 ) -> ParamLayout:
-    """Where the parts lie, by their specs. Raises FormatError where a part has another shape."""
+    """The layout over parts, by their specs. Raises FormatError for a part of another shape."""
     shape = parts[0].node.shape
     both = (
         shard_at(shape, spec.mesh.shape, spec.mesh.coordinate, spec.placements) for spec in specs
@@ -247,7 +247,7 @@ def _layout(
 
 
 def _check_facts(saved: _Saved) -> None:
-    """Raise FormatError where ranks are of different steps, or were told different things."""
+    """Raise FormatError if ranks are of different steps, or have different settings."""
     facts = Facts(saved.ranks.folder)
     for _, name, file in saved.of(OPTIM):
         tree = as_dict(file.tree)
@@ -280,7 +280,7 @@ def _place(
 
 
 def _is_flat(saved: _Saved, parts: _Parts) -> bool:
-    """Whether the optimizer is FSDP1's: it knows no DTensor, and its states have one axis."""
+    """Whether the optimizer is FSDP1's: none of its states is a DTensor, and all have one axis."""
     nodes = [part.node for of_path in parts.values() for part in of_path]
     ndims = {len(node.shape) for node in nodes}
     are_plain = not any(isinstance(node, DTensor) for node in nodes)
@@ -295,7 +295,7 @@ def _place_flat(
     parts: _Parts,
     options: Options,
 ) -> None:
-    """Place FSDP1's states: the last axis of a rank's mesh says which shard it has."""
+    """Add the states of FSDP1's optimizer; the last axis of a mesh says which shard a rank has."""
     sharded = [whole for whole in model.values() if whole.specs]
     params = sharded or [whole for whole in model.values() if whole.described().trainable]
     shapes = {joined(whole.path[1:]): whole.shape for whole in params}

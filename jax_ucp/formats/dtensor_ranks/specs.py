@@ -26,7 +26,7 @@ Read = Callable[[StoredTensor], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks in a grid, in row-major order, and the coordinate of the rank that says so."""
+    """Ranks in a grid, in row-major order, and the coordinate of the rank that wrote it."""
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -36,15 +36,15 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """How a tensor lies on a mesh."""
+    """The spec of a DTensor: how the tensor lies on a mesh."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
 
 
 def spec_of(tensor: DTensor, rank: int, read: Read) -> TensorSpec:
-    """The spec of a DTensor in the file of `rank`. Raises FormatError where it does not fit, or
-    `rank` is not at the coordinate of the mesh.
+    """The spec of a DTensor in the file of `rank`. Raises FormatError if it does not fit, or if
+    `rank` is not at its coordinate of the mesh.
     """
     fields = tensor.spec.fields
     record = fields.get("mesh")
@@ -95,7 +95,7 @@ def _misplaced(rank: int, has: str) -> FormatError:
 
 
 def _coordinate(fields: Mapping[str, Any], shape: Shape) -> tuple[int, ...]:
-    """The coordinate of the writing rank. Raises FormatError where the mesh lacks it."""
+    """The coordinate of the writing rank. Raises FormatError if the mesh lacks it."""
     coordinate = fields.get("_coordinate_on_dim")
     numbers = tuple(coordinate) if isinstance(coordinate, list | tuple) else ()
     within = [type(i) is int and 0 <= i < n for i, n in zip(numbers, shape, strict=False)]
@@ -137,7 +137,7 @@ def _ranks(array: np.ndarray) -> tuple[int, ...]:
 
 
 def _axes(layout: Record) -> list[list[tuple[int, int]]]:
-    """Of each axis of a mesh its (size, stride), of which it may be made of several."""
+    """The (size, stride) pairs of each axis of a mesh, which may be made of several."""
     fields = layout.fields
     axes = fields.get("axes")
     if isinstance(axes, tuple):

@@ -63,7 +63,7 @@ def keep_companions(builder: ContentsBuilder, folder: FilePath) -> set[str]:
 
 
 def companions_in(folder: FilePath) -> dict[str, FilePath]:
-    """The files in a folder that go with the model and can be kept, by name; none of a file."""
+    """A folder's files that go with the model and can be kept, by name; none of a file."""
     return {file.key: file for file, fault in _files(folder) if not fault}
 
 

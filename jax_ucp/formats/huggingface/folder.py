@@ -140,7 +140,7 @@ def parse(path: FilePath, options: Options) -> Contents:
 
 
 def _chosen(path: FilePath, options: Options) -> tuple[Choice, Mapping[str, WeightSave]]:
-    """The save that is read, and the models of which the user may choose one, by name."""
+    """The save to be read, and by name the models of which the user may choose one."""
     names = _files(path)
     called = [name for name in names if model_of_index(name) is not None]
     indexes = {name: read_index(path / name)[1] for name in called if (path / name).is_file()}
@@ -208,7 +208,7 @@ def _read(path: FilePath, save: WeightSave, options: Options) -> ContentsBuilder
 def _inventory(
     builder: ContentsBuilder, choice: Choice, read: Collection[str], options: Options
 ) -> None:
-    """Account for what is not `read`, with notes on files of the run and rivals."""
+    """Note what is not `read`, with notes for the user on files of the run and on rivals."""
     used = choice.files_read | {*CONFIGS, SHARDED, *read}
     is_adapter = choice.save.model.stem == "adapter_model"
     noted: dict[str, list[str]] = defaultdict(list)
@@ -237,7 +237,7 @@ def _inventory(
 
 
 def _beside(entry: FilePath, choice: Choice, options: Options) -> tuple[str, bool]:
-    """Why something in the folder is not read, and whether that is worth a note."""
+    """The reason why something in the folder is not read, and whether that deserves a note."""
     name = entry.name
     if name.startswith("."):
         return "hidden: no part of the checkpoint", False
@@ -267,7 +267,7 @@ def _what_is(name: str) -> str:
 def _compared(
     path: FilePath, contents: Contents, save: WeightSave, same: WeightSave, options: Options
 ) -> Contents:
-    """The checkpoint, compared with another save. Raises FormatError where they differ."""
+    """The checkpoint, compared with another save. Raises FormatError if they differ."""
     other = _read(path, same, options).contents()
     if difference := _other_structure(contents, other) or _other_values(contents, other):
         raise FormatError(
@@ -288,7 +288,7 @@ def _compared(
 
 
 def _with_parts(path: FilePath, contents: Contents, save: WeightSave, options: Options) -> Contents:
-    """The checkpoint, compared with ranks' parts, if all are there. Raises FormatError."""
+    """The checkpoint, compared with ranks' parts if all of them are there. Raises FormatError."""
     parts = path / SHARDED
     if not parts.is_dir():
         return contents
@@ -330,7 +330,7 @@ def _with_copy(contents: Contents, copy: Contents, name: str) -> Contents:
 
 
 def _copies(contents: Contents, copy: Contents, name: str = "") -> Iterator[LeafClaim]:
-    """The claims that what both have is the same; faults name the copy, if it has a name."""
+    """The claims that two checkpoints have equal arrays. Faults name the copy, if it has a name."""
     arrays, others = expressions(contents.arrays), expressions(copy.arrays)
     of_copy = {(leaf.label, leaf.shape, leaf.dtype): others[leaf.name] for leaf in copy.leaves}
     for leaf in contents.leaves:
@@ -341,7 +341,7 @@ def _copies(contents: Contents, copy: Contents, name: str = "") -> Iterator[Leaf
 
 @dataclass(frozen=True)
 class _Copy(Proof):
-    """An array of which another save, called `name`, has a copy."""
+    """An array that another save, called `name`, has too."""
 
     label: str
     array: Array

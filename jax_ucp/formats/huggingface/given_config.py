@@ -40,7 +40,7 @@ _HEAD, _EMBEDDINGS = "lm_head.weight", ("model.embed_tokens.weight", "transforme
 
 
 def described(contents: Contents, config: Mapping[str, Any]) -> Contents:
-    """The weights with a given config. Raises LayoutError for another number of layers."""
+    """The weights with a config that the user gives. Raises LayoutError if it has other layers."""
     params = _parameters(contents)
     for key, pattern in _LAYERS.items():
         said, more = config.get(key), config.get(_MORE_LAYERS)
@@ -58,7 +58,7 @@ def described(contents: Contents, config: Mapping[str, Any]) -> Contents:
 
 
 def require_tied(contents: Contents, config: Mapping[str, Any]) -> None:
-    """Raise LayoutError where the stored head is not the tied embedding. Reads both."""
+    """Raise LayoutError if the stored head differs from the tied embedding. Reads both."""
     params = _parameters(contents)
     embedding = next(filter(None, map(params.get, _EMBEDDINGS)), None)
     head = params.get(_HEAD)
@@ -85,7 +85,7 @@ def _parameters(contents: Contents) -> dict[str, Leaf]:
 def model_configs(
     extras: Mapping[str, Mapping[str, Any]], params: Parameters
 ) -> tuple[dict[str, Config], list[str]]:
-    """The configs that are still true, with the weights' dtype; and what was changed."""
+    """The configs that are still true, with the dtype of the weights; and what was changed."""
     is_adapter = all(name.startswith(PREFIX) for name in params.model)
     kept: dict[str, Config] = {}
     for name in CONFIGS:

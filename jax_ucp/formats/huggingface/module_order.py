@@ -108,8 +108,8 @@ def _siblings(parts: Sequence[str], orders: Sequence[_Order]) -> list[str]:
 def orders_of(
     names: Sequence[str], types: Iterable[str] | None = None, release: str = ""
 ) -> dict[tuple[str, ...], list[str]]:
-    """The model types, of those given or of all known, by the order that they give to names;
-    without those whose order is not decided. `release` is of transformers; empty for any.
+    """The model types, of those given or of all, by the order that they give to the names, without
+    types whose order is not decided. `release` is of transformers; empty for any.
     """
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for model_type in model_types() if types is None else types:

@@ -122,8 +122,8 @@ _DENSE = Scheme("numbers with scales", "", "", (("_scale",),), _MORE, _FLOATING,
 def settle(contents: Contents, dequantize: Dequantize) -> Contents:
     """The checkpoint with quantised weights marked, kept as parts (False), or dequantised.
 
-    Kept, imported parts are under the state `stored`; a JAX program's tree stays as it was saved.
-    Raises QuantizedWeights and FormatError for what cannot be dequantised.
+    Parts in imports are kept under the state `stored`; a JAX program's tree stays as it was saved.
+    Raises QuantizedWeights and FormatError if weights cannot be dequantised.
     """
     if contents.source.get("dequantize") is False and "mapping" in contents.source:
         return contents  # a mapping has put the parts where a model has them
@@ -237,7 +237,7 @@ def declared(extras: Mapping[str, Any]) -> str:
 
 
 def declaration(extras: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The method that a config among the extras declares, and its settings; or ""."""
+    """The method that a config among the extras declares, or an empty text, and its settings."""
     for settings, otherwise in _settings(extras):
         if not isinstance(settings, Mapping):
             continue
@@ -261,7 +261,7 @@ def _settings(extras: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
 
 
 def undeclared(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The extras, among which no config declares a quantisation."""
+    """The extras with configs that declare no quantisation."""
     left = {file: {**named} for file, named in extras.items()}
     for file, key in _DECLARED:
         config = left.get(file, {}).get("config")
@@ -312,7 +312,7 @@ def _by_names(leaves: Mapping[str, Leaf], schemes: Sequence[Scheme]) -> Iterator
 def _parts(
     scheme: Scheme, name: str, base: str, leaves: Mapping[str, Leaf]
 ) -> dict[str, str] | None:
-    """The stored parts of the weight with codes `name`, if all it needs fits."""
+    """The stored parts of the weight with codes `name`, if all that it needs are there and fit."""
     codes = leaves[name]
     if not codes.dtype.startswith(scheme.dtypes):
         return None
@@ -339,7 +339,7 @@ def _role(suffix: str) -> str:
 def _unexplained(
     leaves: Mapping[str, Leaf], claimed: set[str], method: str
 ) -> Iterator[QuantizedWeight]:
-    """Codes that no scheme explains, with what is of their modules, except biases."""
+    """The codes that no scheme explains, with other tensors of their modules except biases."""
     unknown = f"the config declares {method}, and no scale that is known here lies beside it"
     codes: dict[str, list[str]] = defaultdict(list)  # by module
     others: dict[str, dict[str, str]] = defaultdict(dict)  # by module and role
@@ -360,7 +360,7 @@ def _unexplained(
 
 
 def _labelled(weight: QuantizedWeight, leaves: Mapping[str, Leaf]) -> QuantizedWeight:
-    """The weight and parts by labels of leaves; the weight may be no leaf of its own."""
+    """The weight and parts named by the labels of leaves; the weight need not be a leaf."""
     parts = {role: leaves[name].label for role, name in weight.parts.items()}
     depth = parts["codes"].count("/")
     steps = weight.name.split(".")
@@ -370,12 +370,12 @@ def _labelled(weight: QuantizedWeight, leaves: Mapping[str, Leaf]) -> QuantizedW
 
 
 def _imported(contents: Contents) -> bool:
-    """Whether an importer made the tree, and not a JAX program, which knows its leaves."""
+    """Whether an importer made the tree, rather than a JAX program, which knows its leaves."""
     return contents.source.get("format", contents.format) not in ("universal", "orbax", "memory")
 
 
 def _cache_scales(contents: Contents) -> list[Leaf]:
-    """The leaves that are named as scales of a cache of keys and values."""
+    """The leaves whose names are those of scales of a cache of keys and values."""
     leaves = [leaf for leaf in contents.leaves if leaf.path]
     named = [leaf for leaf in leaves if str(leaf.path[-1]).endswith("_scale")]
     # of a path of one key the name has the module's in front of it

@@ -99,10 +99,10 @@ def add_training(
     others: Mapping[str, StateTensor],
     options: Options,
 ) -> None:
-    """Give the optimizer's states to an import's parameters; other files become extras.
+    """Add the optimizer's states to the parameters of an import, and other files as extras.
 
-    `others` are the weights of other models. Raises FormatError where a file is not what its name
-    says, or where the user's word does not fit.
+    `others` are the weights of other models. Raises FormatError if a file is not what its name
+    says, or if the user's word does not fit.
     """
     for name in folder.kept:
         _keep(builder, folder.path / name)
@@ -178,7 +178,7 @@ def add_trainer_state(contents: Contents, path: FilePath) -> Contents:
 def _packed(
     model: _ModelOf, weights: Mapping[str, StateTensor]
 ) -> dict[str, PackedParameter] | None:
-    """The parameters that the optimizer had, if they are known of a model with packed experts."""
+    """The parameters that the optimizer had, if that is known of a model with packed experts."""
     types = model.types()
     if model.is_ordered or len(types) != 1 or any(one.tie is not None for one in weights.values()):
         return None
@@ -192,7 +192,7 @@ def _place(
     placed: Places,
     packed: Mapping[str, PackedParameter],
 ) -> None:
-    """Give every state its place; plain numbers of no parameter are in the extras."""
+    """Give every state its place. Plain numbers of no parameter become extras."""
     for label, tensor in tree.tensors.items():
         state, name = placed.at[label]
         reason = f"{state} of {name}" if state != "other" else "a state of no parameter"
@@ -231,7 +231,7 @@ def _opened(path: FilePath) -> TorchFile:
 
 
 def weights_of(builder: ContentsBuilder, model: str) -> dict[str, StateTensor]:
-    """The weights of an import, as a state dict called `model` would have them, in their order."""
+    """The weights of an import, in order, as they would be in a state dict called `model`."""
     weights: dict[str, StateTensor] = {}
     for (state, key), param in builder.params.items():
         if str(state) != "param":
@@ -245,7 +245,7 @@ def weights_of(builder: ContentsBuilder, model: str) -> dict[str, StateTensor]:
 
 @dataclass(frozen=True)
 class _ModelOf:
-    """The class of a folder's model, by its configs, and whether files have its order."""
+    """The class of a folder's model, by its configs, and whether files have the model's order."""
 
     builder: ContentsBuilder
     folder: TrainingFolder
@@ -259,7 +259,7 @@ class _ModelOf:
         return self.builder.format == "torch" and len(files) == 1
 
     def types(self) -> list[str]:
-        """The model types that a config may mean; none of code that is not in transformers."""
+        """The model types that a config may mean; none if its code is not in transformers."""
         config = config_in(self.builder.extras)
         if config.get("auto_map"):
             return []

@@ -44,8 +44,8 @@ class LoraConfig:
     """The config of a LoRA adapter.
 
     `where` is the file, for errors. `tokens` are the numbers of tokens by the end of a module's
-    name, which is empty if the config has one list for all. `version` has the first three numbers of
-    peft's version, and is empty if the config has none.
+    name, which is empty if the config has one list for all. `version` has the first three numbers
+    of peft's version, and is empty if the config has none.
     """
 
     where: str
@@ -107,7 +107,7 @@ class LoraConfig:
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def _key(self, pattern: Mapping[str, float], module: str) -> str:
-        """The first key that matches the end of a module's name, as peft has it; or ""."""
+        """The first key that matches the end of a module's name, by peft's rules, or empty."""
         matching = self.patterns.matching(module) if pattern else ()
         return next((key for key in pattern if _pattern(key) in matching), "")
 
@@ -117,7 +117,7 @@ def _pattern(key: str) -> str:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """The kind of adapter that a config names, for people; empty if it names none."""
+    """The name of an adapter's method, for messages; empty if the config has none."""
     method = config.get("peft_type")
     return visible(str(method))[:80] if method else ""
 

@@ -46,7 +46,7 @@ class _Adapter:
 
     @classmethod
     def of(cls, contents: Contents, base: Mapping[str, Shape], model_type: str) -> _Adapter:
-        """The adapter of a base of these shapes. Raises FormatError where it does not fit."""
+        """The adapter of a base of these shapes. Raises FormatError if it does not fit."""
         said = contents.extras.get(CONFIG, {}).get("config")
         if said is None:
             raise FormatError(
@@ -166,7 +166,7 @@ class _Repacked:
 
     @classmethod
     def of(cls, adapters: Sequence[_Adapter], changed: Mapping[str, Sequence[_Step]]) -> _Repacked:
-        """Raises FormatError where adapters differ in what is packed."""
+        """The packed weights of all adapters. Raises FormatError if adapters differ in them."""
         memories = [adapter.memory for adapter in adapters]
         packed = {
             name: param
@@ -206,7 +206,7 @@ class _Repacked:
     def stored(
         self, made: dict[str, MergedWeight], weights: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """The arrays that are stored of the merged weights that are not, which `made` loses."""
+        """The arrays of stored weights, from merged ones that are not stored; `made` loses them."""
         names = {
             *self.packed,
             *(part.name for param in self.apart.values() for part in param.parts),
@@ -245,8 +245,8 @@ def _parameters(base: Contents) -> dict[str, Leaf]:
 
 
 def _is_untied(config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]) -> bool:
-    """Whether a head that the base's config ties to the embedding is not that any more: one of them
-    is changed alone, or each in a way of its own.
+    """Whether a head that the base's config ties to the embedding differs from it after merging:
+    only one of them is changed, or each in another way.
     """
     embedding = next((name for name in changed if name.endswith(EMBEDDINGS)), "")
     steps = changed.get(embedding, ())
@@ -262,7 +262,7 @@ def _with_config(extras: Mapping[str, Any], config: Mapping[str, Any]) -> Mappin
 def _merged_weight(
     name: str, leaf: Leaf | None, base: Mapping[str, Array], steps: Sequence[_Step]
 ) -> MergedWeight:
-    """A weight, or a new one, with adapters' changes in order; a replacement comes first."""
+    """A weight, or a new one, with the adapters' changes in order, a replacement first."""
     whole = [step for step in steps if step[1].replaced]
     adding = [step for step in steps if not step[1].replaced]
     # raises FormatError where the changes of several adapters are not one sum
@@ -313,7 +313,7 @@ def _merged_weight(
 
 
 def _with_rows(leaf: Leaf, base: Array, new: WeightPart, rows: Sequence[int]) -> WeightPart:
-    """A weight of the base in which other rows take the place of some."""
+    """A weight of the base with some of its rows replaced."""
     dtype, (count, *row) = base.info.dtype, leaf.shape
     cast = dequantized(new.name, MergedWeight(new.shape, dtype, {WEIGHT: new}), dtype)
 
@@ -329,7 +329,7 @@ def _with_rows(leaf: Leaf, base: Array, new: WeightPart, rows: Sequence[int]) ->
 
 
 def _items(adapter: _Adapter) -> Iterator[Item]:
-    """The inventory of an adapter, in which its tensors are what they do."""
+    """The inventory of an adapter, in which each tensor has the reason what it changes."""
     reasons = {
         adapter.leaves[tensor].label: f"{role} of {change.weight}"
         for change in adapter.changes

@@ -93,7 +93,7 @@ def in_memory(
 
 
 def _repacked(base: Mapping[str, Shape], model_type: str) -> Iterator[Memory]:
-    """The weights with experts as transformers 5 has them in memory, and as transformers 4 had."""
+    """The weights with experts as transformers 5 has them in memory, then as transformers 4 had."""
     if not is_packed(model_type):
         return
     found = packed(model_type, base) or {}

@@ -289,7 +289,7 @@ class _AdapterReader:
         return list(filter(self.base.__contains__, names))
 
     def _of_parameter(self, name: str, roles: Mapping[str, str]) -> list[WeightChange]:
-        """The ways in which factors can be for a parameter, by their shapes."""
+        """The ways in which factors can be those of a parameter, by their shapes."""
         if {*roles} != {_A, _B}:
             raise FormatError(f"{name} has the factors {', '.join(sorted(roles))}, not A and B")
         a, b, shape = roles[_A], roles[_B], self.base[name]

@@ -20,10 +20,10 @@ _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """How stored codes are numbers: by their own dtype, or packed.
+    """The rule by which stored codes are numbers: by their own dtype, or packed.
 
-    `table` has each code's number, else it is the code less `offset`. With `row`, the last axis of
-    words is stored as two, the second of that length.
+    `table` has the number of each code; without it, the number is the code less `offset`. With
+    `row`, the last axis of words is stored as two axes, the second of that length.
     """
 
     packing: Packing | None = None
@@ -55,7 +55,7 @@ class Codes:
 
 
 def _by_table(codes: np.ndarray, table: np.ndarray | None) -> np.ndarray:
-    """The numbers of codes of a byte each: in a table, or by their own dtype."""
+    """The numbers of codes of one byte each, by a table or by their own dtype."""
     if table is None and codes.dtype.name.startswith("float8_"):
         table = _numbers_of_bytes(codes.dtype)
     return codes.astype(np.float32) if table is None else np.take(table, codes.view(np.uint8))
@@ -68,7 +68,9 @@ def _numbers_of_bytes(dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The place in a small array: `index // block[axis]`; last blocks may be cut short."""
+    """The place of each element in a small array: `index // block[axis]`; a last block may be
+    short.
+    """
 
     block: tuple[int, ...]
 
@@ -121,7 +123,7 @@ def _cut(array: np.ndarray, axis: int, start: int, stop: int) -> np.ndarray:
 
 
 def _counts(start: int, stop: int, block: int) -> np.ndarray:
-    """How many elements of a range each block has.
+    """The number of elements of a range in each block.
 
     >>> _counts(3, 9, 4).tolist()
     [1, 4, 1]
@@ -132,7 +134,7 @@ def _counts(start: int, stop: int, block: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The place in a small array: an array of groups says it for one axis."""
+    """The place of each element in a small array: on one axis an array of groups has it."""
 
     axis: int
     groups: int
@@ -141,7 +143,7 @@ class Gathered:
         return (*shape[: self.axis], self.groups, *shape[self.axis + 1 :])
 
     def box(self, box: Box) -> Box:
-        """All groups: which are needed is known only when the groups are read."""
+        """The box of all groups, since only reading the groups shows which are needed."""
         spans = list(zip(box.start, box.stop, strict=True))
         spans[self.axis] = 0, self.groups
         return Box.spanning(spans)
@@ -149,7 +151,7 @@ class Gathered:
     def apply(
         self, change: np.ufunc, values: np.ndarray, small: np.ndarray, group: np.ndarray
     ) -> None:
-        """Change values in place, neighbours of one group at once."""
+        """Change the values in place, runs of elements of one group at once."""
         values, small = np.moveaxis(values, self.axis, 0), np.moveaxis(small, self.axis, 0)
         edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
         if len(edges) > _MOST_RUNS:
@@ -262,7 +264,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class Wrapping(Dequantizer):
-    """A weight that has the parts of another one, `inner`, in other places."""
+    """A weight with the parts of another one, `inner`, in other places."""
 
     inner: Dequantizer
 
@@ -281,7 +283,7 @@ class Wrapping(Dequantizer):
 
 @dataclass(frozen=True)
 class TurnedParts(Wrapping):
-    """A weight whose parts have exchanged axes, put right as words before `inner` sees them."""
+    """A weight whose parts have exchanged axes, which are put right before `inner` reads them."""
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         boxes = self.inner.boxes(box).items()

@@ -44,7 +44,7 @@ class Packing:
         return math.lcm(self.bits, self.word_bits) // self.word_bits
 
     def length(self, n: int) -> int:
-        """How many words hold so many codes.
+        """The number of words that hold so many codes.
 
         >>> Packing(bits=3, word_bits=32, axis=1).length(33)
         4
@@ -71,7 +71,7 @@ class Packing:
         return Box.spanning(spans)
 
     def unpack(self, words: np.ndarray, box: Box) -> np.ndarray:
-        """The codes in a box as uint8, of just those words that `box` says."""
+        """The codes in a box as uint8, from exactly the words that `box` gives."""
         # first all codes of whole groups of words
         words, unit_bits = _padded(words, self.axis, self.words), self.word_bits
         if self.axis == words.ndim - 1 and 8 % self.bits == 0 and not self.order:
@@ -100,7 +100,7 @@ class Packing:
         return codes[tuple(index)]
 
     def numbers(self, words: np.ndarray, box: Box, table: np.ndarray | None) -> np.ndarray:
-        """The codes in a box, or their numbers in a table, from just the words of `box`."""
+        """The codes in a box, or their numbers by a table, from exactly the words of `box`."""
         if self.bits != 4 or self.order or self.axis != words.ndim - 1:
             codes = self.unpack(words, box)
             return codes.astype(np.float32) if table is None else np.take(table, codes)
@@ -116,7 +116,7 @@ class Packing:
 
 
 def _padded(words: np.ndarray, axis: int, multiple: int) -> np.ndarray:
-    """The words, of which zeros at the end fill the last group."""
+    """The words, with zeros at the end that complete the last group."""
     missing = -words.shape[axis] % multiple
     if not missing:
         return words

@@ -116,7 +116,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Reshaped(Wrapping):
-    """A weight of any shape whose elements `inner` has as one row: a box needs its whole rows."""
+    """A weight of any shape that `inner` has as one row; a box needs all of that row."""
 
     own: tuple[int, ...]
 
@@ -176,7 +176,7 @@ def _runs(stored: StoredWeight) -> Dequantizer:
 def _flat(
     stored: StoredWeight, role: str, shape: tuple[int, ...], dtypes: tuple[str, ...]
 ) -> WeightPart:
-    """A part of so many elements, which is stored flat; numbers in it are finite."""
+    """A part with so many elements, which is stored flat. Its numbers must be finite."""
     # Codes of shape (1, n) are those of a weight that `dequantize_4bit` turns.
     flat, is_codes = (math.prod(shape),), role == "codes" or dtypes == ("uint8",)
     part = (stored.part if is_codes else stored.scale)(role, flat, dtypes)

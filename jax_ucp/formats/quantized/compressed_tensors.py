@@ -33,7 +33,7 @@ _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 
 
 def weight(stored: StoredWeight) -> Dequantizer:
-    """The weight, by the one group of the config that is its own and whose settings it fits."""
+    """The weight, by the one group of the config that names it and fits what is stored."""
     # what changes weights otherwise than by codes and scales
     sparsity = stored.settings.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
@@ -58,7 +58,7 @@ def weight(stored: StoredWeight) -> Dequantizer:
 
 
 def _targeting(groups: Sequence[Mapping[str, Any]], module: str) -> Sequence[Mapping[str, Any]]:
-    """The groups that name a module, or match its name; all of them if none does.
+    """The groups that name a module, or match its name; if none does, all of them.
 
     Other targets are classes of modules, which files do not have. Source: `match_targets` in
     compressed-tensors 0.20 `utils/match.py`, which prefers names too.
@@ -85,7 +85,7 @@ def _patterns(patterns: tuple[str, ...]) -> NamePatterns:
 
 
 def _groups(stored: StoredWeight) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The settings for weights in the config, each once, with the format of its files."""
+    """The different settings for weights in the config, each with the format of its files."""
     groups = stored.settings.get("config_groups")
     common = stored.settings.get("format")
     seen: list[tuple[str, Mapping[str, Any]]] = []
@@ -159,7 +159,7 @@ def _packed(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
 def _few_bits(
     table: np.ndarray, bits: int, group: int, scales: Sequence[str], is_global: bool = False
 ) -> _Format:
-    """Floats of 4 or 6 bits with a scale for each group in a row, and maybe a global one."""
+    """The weight of floats of 4 or 6 bits, with a scale for each group and maybe a global one."""
 
     def make(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
         stored.require_only("codes", "scale", *["global_scale"] * is_global)
@@ -180,7 +180,7 @@ def _few_bits(
 
 
 def _mx_fp8(stored: StoredWeight, args: Mapping[str, Any]) -> Affine:
-    """fp8 with an exponent for each group of a row."""
+    """The weight of fp8 codes with an exponent for each group of a row."""
     width = args["group_size"] or _MX_GROUP
     return _plain(stored, {**args, "type": "float", "strategy": "group", "group_size": width})
 
@@ -229,8 +229,8 @@ class Rounded:
 
 
 def _dense(stored: StoredWeight, args: Mapping[str, Any]) -> Rounded:
-    """Numbers that are not compressed (`save_compressed=False`), as the model computes with them:
-    `fake_quantize` in `quantization/lifecycle/forward_helpers.py`.
+    """The weight of numbers that are not compressed (`save_compressed=False`), as the model
+    computes with them: `fake_quantize` in `quantization/lifecycle/forward_helpers.py`.
     """
     stored.require_only("codes", "scale", "zero_point")
     shape, bits = stored.info("codes").shape, args["num_bits"]
@@ -285,7 +285,7 @@ def _grid(stored: StoredWeight, args: Mapping[str, Any], shape: Sequence[int]) -
 
 
 def _block(stored: StoredWeight, block: object) -> tuple[int, int]:
-    """Rows and columns of `block_structure`, [128, 128] or "128x128". Raises QuantizedWeights."""
+    """The rows and columns of `block_structure`, [128, 128] or "128x128"."""
     text = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", str(block))
     match [int(n) for n in text.groups()] if text else block:
         case [rows, columns] if type(rows) is type(columns) is int and min(rows, columns) > 0:

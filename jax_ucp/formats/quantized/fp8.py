@@ -25,7 +25,7 @@ _SCALES = (*FLOATS, "float8_e8m0fnu", "uint8")
 
 
 def block_fp8(stored: StoredWeight) -> Dequantizer:
-    """The weight; AutoFP8 and DeepSeek-V4 call the scale otherwise than DeepSeek-V3."""
+    """The weight of fp8 in blocks, whose scale has other names in AutoFP8 and DeepSeek-V4."""
     role = "scale_inv" if stored.has("scale_inv") or not stored.has("scale") else "scale"
     stored.require_only("codes", role)
     shape = stored.matrix_shape()
@@ -50,7 +50,7 @@ def block_fp8(stored: StoredWeight) -> Dequantizer:
 
 
 def row_fp8(stored: StoredWeight) -> Dequantizer:
-    """fp8 with a scale for each output; Llama 4's experts have inputs before outputs.
+    """The weight of fp8 with a scale for each output. Llama 4's experts have inputs before outputs.
 
     The scales of their `down_proj` are (expert, output, 1). Source: `FbgemmFp8Quantize.convert` in
     transformers 5.23 `integrations/fbgemm_fp8.py`.
@@ -69,7 +69,7 @@ def row_fp8(stored: StoredWeight) -> Dequantizer:
 
 
 def _block(stored: StoredWeight, shape: Sequence[int], size: object) -> tuple[int, ...]:
-    """The block of a scale. Of experts in one array each has its own blocks."""
+    """The block of elements that share a scale. Experts in one array each have their own blocks."""
     if size is None:
         return (*(1 for _ in shape[:-2]), *(n or 1 for n in shape[-2:]))
     match size:
@@ -85,7 +85,7 @@ def scaled(
     dtypes: Sequence[str],
     stored_as: tuple[int, ...] | None = None,
 ) -> Affine:
-    """The weight; `stored_as` is the shape of its scales, where it is not that of the grid."""
+    """The weight of codes times scales, which are stored as `stored_as` or as the grid."""
     shape = stored.info("codes").shape
     small = grid.shape(shape)
     scale = stored.scale(role, stored_as or small, dtypes)

@@ -59,7 +59,7 @@ class BlockType:
 
 
 class _NotFinite(Exception):
-    """A scale or minimum of the block at a place is infinite or no number."""
+    """The error for a block at a place: its scale or minimum is infinite or no number."""
 
     def __init__(self, block: int):
         self.block = block
@@ -72,7 +72,7 @@ def _require_finite(scales: np.ndarray) -> None:
 
 
 def _float16(at: int) -> _Part:
-    """The float16 at a byte of each block, as float32: one scale for all of it."""
+    """The scale of a whole block: the float16 at a byte of it, as float32."""
 
     def read(blocks: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
@@ -81,7 +81,7 @@ def _float16(at: int) -> _Part:
 
 
 def _scaled(at: int, part: _Part) -> _Part:
-    """Scales of parts: numbers times the float16 at a byte of the block."""
+    """The scales of parts: numbers times the float16 at a byte of the block."""
     return lambda blocks: _float16(at)(blocks) * part(blocks)
 
 
@@ -197,7 +197,7 @@ def _fields(words: np.ndarray, shifts: tuple[int, ...], mask: int) -> np.ndarray
 
 
 def _wide(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Codes of more than 8 bits, of which the upper ones are stored apart."""
+    """Codes of more than 8 bits, whose upper bits are stored elsewhere."""
     return high.astype(np.uint16) << 8 | low
 
 
@@ -248,7 +248,7 @@ def _tq1_0_codes(blocks: np.ndarray) -> np.ndarray:
 
 
 def _added(part: _Part) -> _Part:
-    """A minimum that is added where others are subtracted."""
+    """A minimum that is added; others are subtracted."""
     return lambda blocks: -part(blocks)
 
 
@@ -333,7 +333,7 @@ def blocks(stored: StoredWeight) -> Dequantizer:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A weight whose rows are blocks. NVFP4 may have a scale of the whole, or of each expert."""
+    """A weight whose rows are blocks. NVFP4 may have a scale for all of it, or for each expert."""
 
     name: str
     scheme: str
@@ -376,7 +376,7 @@ class _Rows:
         return rows[..., first : first + box.shape[-1]]
 
     def _place(self, box: Box, block: int) -> str:
-        """Where the n-th block of those that a box needs is in the weight."""
+        """The place in the weight of one of the blocks that a box needs."""
         around = self.boxes(box)["codes"]
         blocks = (*around.shape[:-1], around.shape[-1] // self._type.nbytes)
         *row, column = (int(i) for i in np.unravel_index(block, blocks))

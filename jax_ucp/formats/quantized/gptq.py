@@ -50,9 +50,9 @@ def weight(stored: StoredWeight) -> Dequantizer:
 
 
 def _bits(stored: StoredWeight, rows: int) -> tuple[int, int]:
-    """Bits of a code, and the inputs that so many rows of words hold.
+    """The bits of a code, and the number of inputs that so many rows of words hold.
 
-    With `dynamic` in a config, modules differ, and `g_idx` with each input decides.
+    With `dynamic` in a config, modules differ, and `g_idx`, which has each input, decides.
     """
     declared = stored.settings.get("bits")
     if stored.has("g_idx"):

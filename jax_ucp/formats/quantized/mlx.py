@@ -64,7 +64,7 @@ def _is_in(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def _settings(stored: StoredWeight) -> tuple[str, int, int]:
-    """Mode, bits and the length of groups: those of the module, where the config has them."""
+    """The mode, bits and length of groups: the module's own, if the config has them."""
     said = stored.settings.get(stored.module, True)
     if said is True:
         said = stored.settings

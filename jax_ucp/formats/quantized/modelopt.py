@@ -55,7 +55,7 @@ def _rows(stored: StoredWeight) -> Dequantizer:
 
 
 def _blocks(stored: StoredWeight) -> Dequantizer:
-    """fp8 with a scale for each square of 128, as no config says and all presets have it.
+    """The weight of fp8 with a scale for each block of 128 by 128, a size that no config has.
 
     ModelOpt stores scales of (rows, 1, columns, 1). TensorRT-LLM has DeepSeek's names and shapes.
     """

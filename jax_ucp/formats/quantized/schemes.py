@@ -41,7 +41,7 @@ _FP4 = "F4, several to a byte"
 
 
 def dequantizer(method: str, stored: StoredWeight) -> Dequantizer:
-    """How a weight is made of its parts. Raises QuantizedWeights or FormatError."""
+    """The weight that the parts stand for. Raises QuantizedWeights or FormatError."""
     if why := why_unread(method, stored.weight):
         is_said = why == stored.weight.fault
         raise QuantizedWeights(f"{stored.weight}" if is_said else f"{stored.weight}: {why}")
@@ -51,7 +51,7 @@ def dequantizer(method: str, stored: StoredWeight) -> Dequantizer:
 
 
 def why_unread(method: str, weight: QuantizedWeight) -> str:
-    """Why it is not known how a weight is made of its parts; empty if it is known."""
+    """The reason why no rule is known for a weight's parts; empty if one is known."""
     is_known = _maker(method, weight) is not None
     if method and not is_known:
         known = ", ".join(sorted(SCHEMES, key=str.lower))

@@ -44,7 +44,7 @@ class Declared:
 def dequantized(
     contents: Contents, weights: Sequence[QuantizedWeight], declared: Declared, dtype: Dtype
 ) -> Contents:
-    """The checkpoint with weights for parts. Raises QuantizedWeights or FormatError."""
+    """The checkpoint with weights for their parts. Raises QuantizedWeights or FormatError."""
     by_label = {leaf.label: leaf for leaf in contents.leaves}
     stored = expressions(contents.arrays)
     # how each weight is made; all of which that is not known are named
@@ -155,7 +155,7 @@ def _leaves(
 
 
 def _path(weight: QuantizedWeight, codes: Leaf) -> TreePath:
-    """The path of the codes, in which the last names are those of the weight."""
+    """The path of the codes with the weight's name in place of the last names."""
     steps = weight.name.split("/")
     if len(steps) != len(codes.path):
         raise FormatError(f"{weight.name} has no place in the tree beside {codes.label}")

@@ -27,7 +27,7 @@ MAX_READ = 1 << 16
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The parts of a quantised weight by role; what the config and the file say of it."""
+    """The parts of a quantised weight by role, and what the config and the file record of it."""
 
     weight: QuantizedWeight
     arrays: Mapping[str, Array]
@@ -40,7 +40,7 @@ class StoredWeight:
 
     @property
     def module(self) -> str:
-        """The name of the module that has the weight, as configs have it."""
+        """The name that configs use for the module that has the weight."""
         return self.name.rpartition("/")[2].removesuffix(".weight")
 
     def has(self, role: str) -> bool:
@@ -71,7 +71,7 @@ class StoredWeight:
         return replace(part, valid=is_finite, why="a finite number")
 
     def divisor(self, role: str, shape: Sequence[int], dtypes: Sequence[str]) -> WeightPart:
-        """A part of numbers by which others are divided: finite, and not 0."""
+        """A part whose numbers divide others: all are finite, and none is 0."""
         part = self.part(role, shape, dtypes)
         return replace(part, valid=_is_divisor, why="a finite number and not 0")
 
@@ -83,14 +83,14 @@ class StoredWeight:
         return shape
 
     def rows_and_columns(self, role: str = "codes") -> tuple[int, int]:
-        """The shape of a part. Raises FormatError where it is not one matrix with elements."""
+        """The shape of a part. Raises FormatError unless it is one matrix with elements."""
         shape = self.info(role).shape
         if len(shape) != 2 or not all(shape):
             self.fault(f"{self.weight.parts[role]} has shape {list(shape)}, and is not a matrix")
         return shape[0], shape[1]
 
     def require_block(self, length: int, size: int, what: str) -> None:
-        """Raise FormatError where scales of an axis do not show their blocks' length.
+        """Raise FormatError if the number of scales on an axis does not fit the length of blocks.
 
         Blocks, the last maybe cut short, are powers of two in what libraries write: one of them
         alone fits a number of scales.
@@ -168,7 +168,7 @@ def _is_below(most: int, elements: np.ndarray) -> np.ndarray:
 
 
 def as_groups(stored: StoredWeight, length: int, groups: int) -> WeightPart:
-    """The part that says of each index on an axis which group it is in."""
+    """The part that gives the group of each index on an axis."""
     part = stored.part("g_idx", (length,), ("int32", "int64"))
     why = f"a group from 0 to {groups - 1}"
     return replace(part, valid=partial(_is_below, groups), why=why)

@@ -29,7 +29,7 @@ _ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale
 
 
 def weight(stored: StoredWeight) -> Dequantizer:
-    """The weight, by the class that the header of its file names, with the parts that it names."""
+    """The weight, by its class and its parts, which the header of its file names."""
     kind = stored.said.get("_type")
     attributes = stored.said.get("_data")
     if kind is None or not isinstance(attributes, Mapping):

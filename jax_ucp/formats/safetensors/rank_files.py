@@ -130,7 +130,7 @@ def _refuse(folder: FilePath, ranks: int, why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Group:
-    """Files that share tensors which are cut, and the names of all tensors in them."""
+    """Files with parts of the same tensors, and the names of all tensors in them."""
 
     files: frozenset[str]
     ranks: tuple[int, ...]
@@ -157,7 +157,7 @@ def _groups(tensors: Mapping[str, Parts]) -> Iterator[_Group]:
 def _shows_ranks(
     name: str, parts: Sequence[tuple[int, Box]], ranks: Sequence[int], width: int | None
 ) -> bool:
-    """Whether a tensor was cut over just these ranks."""
+    """Whether the parts of a tensor show that exactly these ranks wrote it."""
     # the one axis on which the blocks differ, of a single one the first
     edges = zip(*[zip(box.start, box.stop, strict=True) for _, box in parts], strict=True)
     axes = [axis for axis, of_axis in enumerate(edges) if len({*of_axis}) > 1]
@@ -188,7 +188,7 @@ def _shows_ranks(
 
 
 def _is_of(lengths: Sequence[int]) -> bool:
-    """Whether parts of these lengths are those of so many ranks, and not of one more."""
+    """Whether parts of these lengths can only be of so many ranks, and not of one more."""
     whole, ranks = sum(lengths), len(lengths)
     return math.ceil(whole / (ranks + 1)) < lengths[0] == math.ceil(whole / ranks)
 
@@ -213,7 +213,7 @@ def _width(
 
 
 def _columns(name: str, parts: Iterable[tuple[int, Box]]) -> set[int]:
-    """How many columns a matrix has that has one for each number of the residual stream."""
+    """The number of columns of a matrix that has one for each number of the residual stream."""
     if not (_EMBEDDING.fullmatch(name) or _PROJECTION.fullmatch(name)):
         return set()
     spans = {(box.start[1], box.stop[1]) for _, box in parts if box.ndim == 2}

@@ -78,7 +78,7 @@ def boxes(
 
 
 def _start(entry: Any, ndim: int) -> tuple[int, ...] | None:
-    """The offsets in an entry of the mark; None if it has none for so many axes."""
+    """The offsets in an entry of the mark; None if it does not have one for each axis."""
     match entry:
         case {"saved_offsets": list(start)} if len(start) == ndim:
             are_offsets = all(type(n) is int and 0 <= n < _MAX_OFFSET for n in start)
@@ -87,7 +87,7 @@ def _start(entry: Any, ndim: int) -> tuple[int, ...] | None:
 
 
 def layout_of(name: str, parts: Sequence[tuple[str, Box]]) -> ParamLayout:
-    """The layout of a tensor over its parts by key; it ends where the last of them does."""
+    """The layout of a tensor over its parts by key. The tensor ends where the last of them does."""
     keys, blocks = zip(*parts, strict=True)
     if len({box.ndim for box in blocks}) > 1:
         raise FormatError(
@@ -204,7 +204,7 @@ class _HeaderEntry:
 
 
 class SafetensorsFile(ExtentTable):
-    """The table of a file's tensors. Opening reads the header.
+    """The tensors of a file. Opening reads the header.
 
     Tensors of less than 8 bits an element are bytes; `packed` has their dtypes by name, and
     `packed_rows` those with whole bytes in each row.
@@ -295,8 +295,8 @@ def _entry(path: FilePath, name: str, entry: Any) -> _HeaderEntry:
 
 
 def _info(shape: Sequence[int], dtype: str) -> ArrayInfo | None:
-    """The array of a tensor. One whose elements are less than a byte is bytes, in rows where each
-    has whole ones; None if they fill no whole bytes.
+    """The array of a tensor. If its elements are less than a byte, it is of bytes, and keeps its
+    rows if each has whole bytes; None if all elements together fill no whole bytes.
     """
     if dtype in DTYPES:
         return ArrayInfo(tuple(shape), np.dtype(DTYPES[dtype]))

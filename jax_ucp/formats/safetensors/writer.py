@@ -76,7 +76,7 @@ def carries(file: str, name: str) -> bool:
 
 
 def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """Tensors in their order, as many to a shard as fit; at least one."""
+    """The tensors in their order, divided into as few shards as hold them; at least one."""
     shards: list[dict[str, Tensor]] = [{}]
     room = max_bytes
     for name, tensor in tensors.items():
