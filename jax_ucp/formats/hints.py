@@ -71,14 +71,14 @@ def _apart(
     paths: Iterable[FilePath], check: Callable[[FilePath], bool]
 ) -> tuple[list[FilePath], list[FormatError]]:
     """The paths that a check is true of, and the errors that it raises of others."""
-    found: list[FilePath] = []
+    passed: list[FilePath] = []
     refusals: list[FormatError] = []
     for path in paths:
         try:
-            found += [path] * check(path)
+            passed += [path] * check(path)
         except FormatError as error:
             refusals.append(error)
-    return found, refusals
+    return passed, refusals
 
 
 def _is_whole(path: FilePath) -> bool:

@@ -111,7 +111,7 @@ def packed(model_type: str, shapes: Mapping[str, Shape]) -> dict[str, PackedPara
     where experts are incomplete or differ.
     """
     (gate, up, down), renamed = _TYPES[model_type]
-    found: dict[str, PackedParameter] = {}
+    parameters: dict[str, PackedParameter] = {}
     experts: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
     for name, shape in shapes.items():
         meant = name
@@ -121,7 +121,7 @@ def packed(model_type: str, shapes: Mapping[str, Shape]) -> dict[str, PackedPara
             prefix = meant.removesuffix(name.removeprefix(match["experts"]))
             experts[prefix][int(match["expert"]), match["part"]] = name
         else:
-            found[meant] = PackedParameter(shape, (ExpertPart(name, 0, shape),))
+            parameters[meant] = PackedParameter(shape, (ExpertPart(name, 0, shape),))
     for prefix, of_layer in experts.items():
         count = 1 + max(expert for expert, _ in of_layer)
         if of_layer.keys() != {(i, one) for i in range(count) for one in (gate, up, down)}:
@@ -133,8 +133,10 @@ def packed(model_type: str, shapes: Mapping[str, Shape]) -> dict[str, PackedPara
             rows, columns = shapes[names[0]]
             size = math.prod((rows, columns))
             each = tuple(ExpertPart(one, i * size, (rows, columns)) for i, one in enumerate(names))
-            found[f"{prefix}.{name}"] = PackedParameter((count, len(parts) * rows, columns), each)
-    return found
+            parameters[f"{prefix}.{name}"] = PackedParameter(
+                (count, len(parts) * rows, columns), each
+            )
+    return parameters
 
 
 def apart(model_type: str, shapes: Mapping[str, Shape]) -> dict[str, PackedParameter]:
@@ -142,7 +144,7 @@ def apart(model_type: str, shapes: Mapping[str, Shape]) -> dict[str, PackedParam
     transformers 4, of which each consists; all others have one part, by its name there.
     """
     (gate, up, down), renamed = _TYPES[model_type]
-    found: dict[str, PackedParameter] = {}
+    parameters: dict[str, PackedParameter] = {}
     for name, shape in shapes.items():
         older = name
         for new, stored in renamed.items():
@@ -150,13 +152,13 @@ def apart(model_type: str, shapes: Mapping[str, Shape]) -> dict[str, PackedParam
         experts, _, last = older.rpartition(".")
         parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(last, ())
         if not (parts and experts.endswith(".experts") and len(shape) == 3):
-            found[name] = PackedParameter(shape, (ExpertPart(older, 0, shape),))
+            parameters[name] = PackedParameter(shape, (ExpertPart(older, 0, shape),))
             continue
         count, rows, columns = shape[0], shape[1] // len(parts), shape[2]
         names = [f"{experts}.{i}.{one}.weight" for i in range(count) for one in parts]
         each = [ExpertPart(one, i * rows * columns, (rows, columns)) for i, one in enumerate(names)]
-        found[name] = PackedParameter(shape, tuple(each))
-    return found
+        parameters[name] = PackedParameter(shape, tuple(each))
+    return parameters
 
 
 _PACKED_SCALES = {

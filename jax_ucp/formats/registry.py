@@ -244,10 +244,10 @@ def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Opt
 
 def _format_of(at: FilePath, step: int | None = None) -> Format | None:
     """The first format that recognises a path; where a step is asked for, a run with steps."""
-    found = (format for format in formats() if format.recognise(at))
+    recognising = (format for format in formats() if format.recognise(at))
     if step is None:
-        return next(found, None)
-    recognised = list(found)
+        return next(recognising, None)
+    recognised = list(recognising)
     runs_first = sorted(recognised, key=lambda format: "step" not in format.takes)
     return next(iter(runs_first), None)
 

@@ -93,8 +93,8 @@ def _together(*names: str) -> Callable[[FilePath], dict[str, list[FilePath]]]:
 
     def models(path: FilePath) -> dict[str, list[FilePath]]:
         folders = [path / name for name in names]
-        found = all(folder.is_dir() and metadata_files(folder) for folder in folders)
-        return {"model": folders} if found else {}
+        is_whole = all(folder.is_dir() and metadata_files(folder) for folder in folders)
+        return {"model": folders} if is_whole else {}
 
     return models
 
@@ -207,7 +207,7 @@ def find_run(path: FilePath) -> Run | None:
     if not path.is_dir():
         return None
     folders = _folders(path)
-    found: list[Run] = []
+    runs: list[Run] = []
     for writer, name, is_step_of, tracker in _RUNS:
         steps: dict[int, FilePath] = {}
         for child in folders:
@@ -216,9 +216,9 @@ def find_run(path: FilePath) -> Run | None:
                 steps[int(match[1])] = child
         if steps:
             run = Run(writer, path, dict(sorted(steps.items())), tracker, (), (), _refuse_own_files)
-            found.append(run)
-    tracked = [run for run in found if run.tracker and (path / run.tracker).is_file()]
-    return next(iter([*tracked, *found]), None)
+            runs.append(run)
+    tracked = [run for run in runs if run.tracker and (path / run.tracker).is_file()]
+    return next(iter([*tracked, *runs]), None)
 
 
 def _refuse_own_files(run: Run, number: int) -> None:
@@ -267,9 +267,9 @@ def _check_trainer_step(run: Run, number: int) -> None:
             f" ended, or it was of another trainer. Open {folder} itself for what is there{other}"
         )
     content = read_json(state)
-    found = content.get("global_step") if isinstance(content, dict) else None
-    if found != number:
+    step = content.get("global_step") if isinstance(content, dict) else None
+    if step != number:
         raise FormatError(
-            f"{state} says that it is of step {found!r:.80}, and not {number} as its folder does:"
+            f"{state} says that it is of step {step!r:.80}, and not {number} as its folder does:"
             f" nothing says which step of the run it is. Open {folder} itself{other}"
         )

@@ -65,8 +65,8 @@ def open_run(run: Run, options: Options, open_contents: Open) -> Contents:
             number = int(text)
     if number not in run.steps:
         asked = "" if options.step is None else f" {options.step}"
-        there = f"; it has {run.names}" if run.steps else ""
-        raise NotACheckpoint(f"{run.folder} has no finished step{asked}{there}{unfinished}")
+        existing = f"; it has {run.names}" if run.steps else ""
+        raise NotACheckpoint(f"{run.folder} has no finished step{asked}{existing}{unfinished}")
     run.check(run, number)
     step = run.steps[number]
     contents = open_contents(step, replace(options, step=None))

@@ -158,8 +158,8 @@ def _said_model(
     if len(roots) != 1:
         paths = [stored.path for stored in outside.values() if stored.trainable]
         known = ", ".join(model_names(paths))
-        found = "there is no such model" if not roots else f"{len(roots)} dicts are called so"
-        raise UnknownModel(f"model={name!r}: {found}; the models are: {known or 'none'}")
+        fault = "there is no such model" if not roots else f"{len(roots)} dicts are called so"
+        raise UnknownModel(f"model={name!r}: {fault}; the models are: {known or 'none'}")
     (root,) = roots
     notes = [f"{dict_name(root)} is the model, as asked; what lies beside it is kept under `other`"]
     return outside, ModelDict(root, _weights(root, outside), notes, is_said=True)

@@ -340,18 +340,18 @@ def check_experts(files: TagFiles) -> None:
         experts[layer, mp][expert] = stored.name
     for (layer, mp), names in sorted(experts.items()):
         count = counts[layer] if layer < len(counts) else len(names)
-        model, there = files.models[0][0].name, listed([names[n] for n in sorted(names)], 16)
+        model, present = files.models[0][0].name, listed([names[n] for n in sorted(names)], 16)
         if missing := sorted(set(range(count)) - set(names)):
             name = f"layer_{layer}_expert_{missing[0]}_mp_rank_{mp:02d}_model_states.pt"
             raise FormatError(
                 f"{files.folder}/{name} is missing: by {model} the layer has {count} experts, and"
-                f" {there} are there; one of these that is too many was renamed or belongs to"
+                f" {present} are there; one of these that is too many was renamed or belongs to"
                 " another run, or the model states do"
             )
         if len(names) > count:
             raise FormatError(
                 f"{files.folder} has {names[max(names)]}, but by {model} the layer has {count}"
-                f" experts, and {there} are there; one of these, or the model states, belongs to"
+                f" experts, and {present} are there; one of these, or the model states, belongs to"
                 " another run"
             )
 

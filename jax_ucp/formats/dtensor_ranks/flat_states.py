@@ -227,8 +227,8 @@ def _ways(shapes: Mapping[str, Shape], parts: int, lengths: Sequence[int | None]
         units = list(filter(None, by_module.values()))
         if len(units) != len(lengths) or units in ways:
             continue
-        of_units = [-(-sum(map(sizes.__getitem__, unit)) // parts) for unit in units]
-        if all(want in (None, have) for have, want in zip(of_units, lengths, strict=True)):
+        computed = [-(-sum(map(sizes.__getitem__, unit)) // parts) for unit in units]
+        if all(stored in (None, length) for length, stored in zip(computed, lengths, strict=True)):
             ways.append(units)
     return ways
 

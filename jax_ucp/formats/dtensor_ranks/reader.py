@@ -202,9 +202,9 @@ def _whole(saved: _Saved, path: Steps, parts: Sequence[RankPart]) -> _Whole:
         if isinstance(part.node, DTensor):
             with naming(folder / part.file, label):
                 specs.append(spec_of(part.node, part.rank, saved.files[part.file].tensor))
-    found = {part.rank for part in parts}
+    ranks = {part.rank for part in parts}
     for wanted in [spec.mesh.ranks for spec in specs] or [range(saved.ranks.world_size)]:
-        if missing := sorted(set(wanted) - found):
+        if missing := sorted(set(wanted) - ranks):
             file = of_rank(first.file, missing[0])
             raise FormatError(
                 f"{folder / file} is missing, or has no part of {label}, which is in"

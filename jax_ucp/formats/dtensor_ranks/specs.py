@@ -87,9 +87,9 @@ def _placement(entry: object, ndim: int) -> Placement:
     return Split(axis, factor)
 
 
-def _misplaced(rank: int, has: str) -> FormatError:
+def _misplaced(rank: int, at: str) -> FormatError:
     return FormatError(
-        f"its mesh has {has} where this file is, which is called that of rank {rank}: the file was"
+        f"its mesh has {at} where this file is, which is called that of rank {rank}: the file was"
         " renamed, or is of another run"
     )
 

@@ -79,13 +79,13 @@ def _leaf(file: StoredFile, name: str, at: int) -> tuple[ArrayInfo, StoredArray,
     """The array from a byte of the file on, and where the next one begins."""
     head = file.data.read(at, at + _MAX_HEAD_BYTES)
     begin = end = at + 10 + int.from_bytes(head[8:10], "little")
-    if (found := _HEAD.match(head)) and at + found.end() == begin:
-        shape = tuple(int(n) for n in found[5].split(b",") if n.strip())
-        dtype = _DTYPES.get(found[3].decode())
+    if (match := _HEAD.match(head)) and at + match.end() == begin:
+        shape = tuple(int(n) for n in match[5].split(b",") if n.strip())
+        dtype = _DTYPES.get(match[3].decode())
         if dtype is not None and math.prod(n or 1 for n in shape) < _MAX_ELEMENTS:
             end += math.prod(shape) * dtype.itemsize
             if end <= file.data.size:
-                strides = row_major_strides(shape[::-1])[::-1] if found[4] == b"True" else None
+                strides = row_major_strides(shape[::-1])[::-1] if match[4] == b"True" else None
                 return ArrayInfo(shape, dtype), StoredArray(file, begin, strides), end
     if end > file.data.size and _MAGIC.startswith(head[: len(_MAGIC)]):
         raise CorruptData(f"it ends within leaf {name}: it is cut short")

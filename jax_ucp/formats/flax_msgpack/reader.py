@@ -103,8 +103,8 @@ def parse(path: FilePath, options: Options) -> Contents:
     if fault := tree_fault(values):
         raise FormatError(f"{save.file} is not a tree: {fault}")
     names = dict(zip(values, leaf_names(list(values)), strict=True))
-    found = {at: _pointer(save.format, value) for at, value in values.items()}
-    pointers = {at: pointer for at, pointer in found.items() if pointer is not None}
+    all_pointers = {at: _pointer(save.format, value) for at, value in values.items()}
+    pointers = {at: pointer for at, pointer in all_pointers.items() if pointer is not None}
     stored = {names[at]: pointer.name for at, pointer in pointers.items()}
     packed = {names[at]: value for at, value in values.items() if is_packed(value)}
     arrays, storage = packed_table(save.file, packed), None
@@ -116,8 +116,8 @@ def parse(path: FilePath, options: Options) -> Contents:
             )
         directory = save.folder.folder()
         note_files(directory)
-        there = databases(directory, None) if is_orbaxs else ()
-        storage = ZarrFolder(directory, save.file.name, there)
+        in_databases = databases(directory, None) if is_orbaxs else ()
+        storage = ZarrFolder(directory, save.file.name, in_databases)
         zarr = ZarrArrays(storage, stored)
         check_size(storage, zarr.arrays())
         arrays = joined(arrays, zarr)

@@ -188,9 +188,9 @@ def _tensor(reader: _HeaderReader) -> tuple[str, GGUFTensor]:
 
 
 def _unique(pairs: Iterable[tuple[str, Any]], what: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise FormatError(f"{what} {name!r:.80} is there twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values

@@ -46,15 +46,15 @@ def parse(path: FilePath, options: Options) -> Contents:
     refuse_stand_in(path)
     first = GGUFFile(path)
     files = {path.name: first, **_other_parts(path, first)}
-    found = sum(len(file.arrays()) for file in files.values())
+    total = sum(len(file.arrays()) for file in files.values())
     for file in files.values():
-        count = file.head.values.get(_TENSORS, found)
-        if count != found:
+        count = file.head.values.get(_TENSORS, total)
+        if count != total:
             raise FormatError(
                 f"{file.path} counts {count!r:.20} tensors in all parts, and the parts of {path}"
-                f" have {found}: they are not of one split"
+                f" have {total}: they are not of one split"
             )
-    if not found:
+    if not total:
         raise FormatError(f"{path} has no tensors: it is a vocabulary alone")
     builder = ContentsBuilder("gguf", path, Combined.of_files(files))
     tensors = {tensor for file in files.values() for tensor in file.arrays()}

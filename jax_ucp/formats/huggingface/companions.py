@@ -49,9 +49,9 @@ def kind_of(name: str) -> str:
 
 def keep_companions(builder: ContentsBuilder, folder: FilePath) -> set[str]:
     """The entries of a folder that go with its model; the files are kept, or noted as left out."""
-    met: set[str] = set()
+    names: set[str] = set()
     for file, fault in _files(folder):
-        met.add(file.key.partition("/")[0])
+        names.add(file.key.partition("/")[0])
         if fault:
             builder.skip(file.key, "file", fault)
             builder.notes.append(f"{file.key} is left out: {fault}")
@@ -59,7 +59,7 @@ def keep_companions(builder: ContentsBuilder, folder: FilePath) -> set[str]:
         note(file.files, file.file())
         what = f"{kind_of(file.key)}, {file.name}"
         builder.companion(file, f"goes with the model ({what}): its bytes are kept")
-    return met
+    return names
 
 
 def companions_in(folder: FilePath) -> dict[str, FilePath]:

@@ -361,8 +361,8 @@ class _Copy(Proof):
         for box, data, copied in zip(boxes, *both, strict=True):
             if not same_bits(data, copied):
                 files = ", ".join(sorted({piece.file for piece in locate(self.array, box)}))
-                where = f" (the copy is in {self.name})" if self.name else ""
-                return f"{self.label} has other values in {box}, in {files}{where}"
+                copy_file = f" (the copy is in {self.name})" if self.name else ""
+                return f"{self.label} has other values in {box}, in {files}{copy_file}"
         return None
 
 

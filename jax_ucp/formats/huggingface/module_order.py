@@ -111,10 +111,10 @@ def orders_of(
     """The model types, of those given or of all, by the order that they give to the names, without
     types whose order is not decided. `release` is of transformers; empty for any.
     """
-    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    types_of: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for model_type in model_types() if types is None else types:
         try:
-            found[tuple(in_order_of(model_type, names, release))].append(model_type)
+            types_of[tuple(in_order_of(model_type, names, release))].append(model_type)
         except Undecided:
             continue
-    return dict(found)
+    return dict(types_of)

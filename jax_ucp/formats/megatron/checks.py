@@ -60,9 +60,9 @@ def of_model(args: Args, shapes: Mapping[str, Shape]) -> Iterator[Comparison]:
         yield "hidden_size", args.get("hidden_size"), columns
 
 
-def _count(found: Iterable[int | None]) -> int | str:
+def _count(numbered: Iterable[int | None]) -> int | str:
     """The count of distinct numbers, or their list, if they are not 0 to one less than that."""
-    numbers = sorted({number for number in found if number is not None})
+    numbers = sorted({number for number in numbered if number is not None})
     if numbers == list(range(len(numbers))):
         return len(numbers)
     return f"only {numbers}"

@@ -222,11 +222,11 @@ def _check_alike(
         return
     others = f"{kinds[usual]} parameters that share states with it"
     if lost := usual - kept:
-        found = f"{min(lost)} of {name} is in no file, though {others} have it"
+        fault = f"{min(lost)} of {name} is in no file, though {others} have it"
     else:
-        found = f"{min(kept - usual)} is there of {name}, but not of {others}"
+        fault = f"{min(kept - usual)} is there of {name}, but not of {others}"
     raise FormatError(
-        f"{files.folder}: {found}: a part of the optimizer is missing. weights_only opens the"
+        f"{files.folder}: {fault}: a part of the optimizer is missing. weights_only opens the"
         " weights alone"
     )
 
@@ -365,22 +365,22 @@ def optimizer_groups(files: DistFiles) -> Groups:
         # in older releases the optimizer of experts is the second one, and does not say so
         key = "is_expert_parallel"
         groups = map(as_dict, inner.get("param_groups") or ())
-        found = by_experts[any([group[key] for group in groups if key in group] or [i])]
+        groups_here = by_experts[any([group[key] for group in groups if key in group] or [i])]
         tensor = as_dict(inner.get("state")).get("common_step")
         if isinstance(tensor, StoredTensor) and tensor.shape == ():
             value = files.common.tensor(tensor).item()
-            found.append(OptimizerGroup(value, f"{files.common_name}:{tensor.key}"))
-        found += _groups(inner, f"{files.common_name}:optimizer")
+            groups_here.append(OptimizerGroup(value, f"{files.common_name}:{tensor.key}"))
+        groups_here += _groups(inner, f"{files.common_name}:optimizer")
     facts = Facts(files.folder)
     for key, stored in files.objects.items():
         if (about := group_key(key)) and about.what == "optimizer":
-            where, file = f"{stored.file}:{key}", stored.load()
+            item, file = f"{stored.file}:{key}", stored.load()
             expert = bool(about.chain) and not files.args.is_layer_wise
             first = next(iter(as_list(file.tree)), None)
-            by_experts[expert] += _groups(as_dict(first), where)
+            by_experts[expert] += _groups(as_dict(first), item)
             ranks = model_parallel_ranks(files.args, expert)
             stage = ranks[about.group].pp if about.group < len(ranks) else None
-            facts.state_all(file, where, "optimizer", file.tree, (about.chain, stage))
+            facts.state_all(file, item, "optimizer", file.tree, (about.chain, stage))
     return by_experts
 
 

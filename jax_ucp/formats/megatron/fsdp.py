@@ -377,8 +377,8 @@ def _fill_states(
         if isinstance(leaf, StoredTensor):
             by_state.setdefault(state, {})[local] = leaf.key
         elif isinstance(leaf, int | float):
-            where = f"{metadata.files[0]}:optimizer ({state})"
-            add(_name(args, local), state, number(leaf, where))
+            item = f"{metadata.files[0]}:optimizer ({state})"
+            add(_name(args, local), state, number(leaf, item))
     for state, fqns in by_state.items():
         if any(metadata.tensors[fqn].shape != () for fqn in fqns.values()):
             for name, param in _whole(builder, metadata, args, fqns).items():

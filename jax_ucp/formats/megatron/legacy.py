@@ -221,9 +221,9 @@ def _modules(
     for local, tensor in rank.tree[chunk].items():
         is_tensor = isinstance(tensor, StoredTensor)
         if local.endswith("._extra_state"):
-            where = rank.key(tensor) if is_tensor else f"{rank.name}:{chunk}/{local}"
+            item = rank.key(tensor) if is_tensor else f"{rank.name}:{chunk}/{local}"
             reason = f"{TRANSFORMER_ENGINE}, such as fp8 scales"
-            builder.skip(where, type(tensor).__name__, reason)
+            builder.skip(item, type(tensor).__name__, reason)
             continue
         if not is_tensor:
             raise FormatError(
@@ -271,8 +271,8 @@ def _add_states(
     for rank, by_chunk in modules:
         trained = [[m for m in chunk if not m.local.endswith(BUFFERS)] for chunk in by_chunk]
         try:
-            found = find_states(args, rank, trained) if rank.has_optimizer else ()
-            states += [(rank, module, state) for module, state in found]
+            pairs = find_states(args, rank, trained) if rank.has_optimizer else ()
+            states += [(rank, module, state) for module, state in pairs]
         except Undecided as error:
             undecided.append(f"{rank.name}: {error}")
     if not undecided:

@@ -72,7 +72,7 @@ class _NumberedGroup:
 
 
 def numbered_states(
-    where: FilePath, optimizers: Sequence[Mapping[str, Any]], modules: Sequence[Module], muon: bool
+    path: FilePath, optimizers: Sequence[Mapping[str, Any]], modules: Sequence[Module], muon: bool
 ) -> Iterator[tuple[Module, ModuleState]]:
     """The states and masters of optimizers that number their parameters; keys are those of tensors.
 
@@ -83,7 +83,7 @@ def numbered_states(
     # of two that do not say so, the second is that of experts
     defaults = [False, True] if len(optimizers) == 2 and not muon else [None] * len(optimizers)
     of_each = zip(optimizers, defaults, strict=True)
-    groups = list(itertools.chain(*(_groups(where, *each) for each in of_each)))
+    groups = list(itertools.chain(*(_groups(path, *each) for each in of_each)))
     if not any(g.masters is not None or any(map(shapes_of, g.states.values())) for g in groups):
         return  # never stepped
     for group, own in zip(groups, _members(groups, modules, muon), strict=True):
@@ -100,7 +100,7 @@ def numbered_states(
                 # the number of steps has no shape
                 if value.shape != shape and (name, value.shape) != ("step", ()):
                     raise FormatError(
-                        f"{where}: {name} of parameter {number} has shape {value.shape}, but"
+                        f"{path}: {name} of parameter {number} has shape {value.shape}, but"
                         f" {module.local}, which is that parameter, has {shape}; such a state is"
                         " not read, weights_only leaves the optimizer aside"
                     )
@@ -111,36 +111,36 @@ def numbered_states(
         rounded = [module for module in own if module.tensor.dtype != np.float32]
         if len(rounded) != len(group.masters):
             raise FormatError(
-                f"{where}: {len(group.masters)} masters for {len(rounded)} 16-bit weights;"
+                f"{path}: {len(group.masters)} masters for {len(rounded)} 16-bit weights;"
                 f" {_OTHER_FILE}"
             )
         for module, tensor in zip(rounded, group.masters, strict=True):
             if tensor.shape != module.tensor.shape:
                 raise FormatError(
-                    f"{where}: the master at {tensor.key} has shape {tensor.shape}, but"
+                    f"{path}: the master at {tensor.key} has shape {tensor.shape}, but"
                     f" {module.local} has {module.tensor.shape}; {_OTHER_FILE}"
                 )
             yield module, ModuleState("param", tensor.key, tensor.shape)
 
 
-def param_groups(where: FilePath, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
+def param_groups(path: FilePath, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups = inner.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise FormatError(f"{where}: the optimizer has no param_groups")
+        raise FormatError(f"{path}: the optimizer has no param_groups")
     return groups
 
 
 def _groups(
-    where: FilePath, optimizer: Mapping[str, Any], default: bool | None
+    path: FilePath, optimizer: Mapping[str, Any], default: bool | None
 ) -> list[_NumberedGroup]:
     inner = optimizer.get("optimizer", optimizer)
-    settings = param_groups(where, inner)
+    settings = param_groups(path, inner)
     state = inner.get("state") or {}
     masters: Sequence[Any] = [None] * len(settings)
     if _MASTERS in optimizer:
         masters = optimizer[_MASTERS]
         if not isinstance(masters, list) or len(masters) != len(settings):
-            raise FormatError(f"{where}: {_MASTERS} is not a list of {len(settings)} groups")
+            raise FormatError(f"{path}: {_MASTERS} is not a list of {len(settings)} groups")
     groups: list[_NumberedGroup] = []
     for own, own_masters in zip(settings, masters, strict=True):
         states = {number: state.get(number) or {} for number in own.get("params") or ()}
@@ -148,7 +148,7 @@ def _groups(
         groups.append(_NumberedGroup(own, states, own_masters, experts))
     if strays := set(state).difference(*(group.states for group in groups)):
         raise FormatError(
-            f"{where}: the optimizer has states of {sorted(strays)[:5]}, which no group holds"
+            f"{path}: the optimizer has states of {sorted(strays)[:5]}, which no group holds"
         )
     return groups
 

@@ -83,13 +83,13 @@ def databases(folder: Files, ocdbt: bool | None) -> tuple[str, ...]:
     # those of processes, numbered from 0
     folders = [entry.name for entry in folder.list() if entry.name.startswith(PROCESS_PREFIX)]
     expected = [f"{PROCESS_PREFIX}{i}" for i in range(len(folders))]
-    found = [name for name in expected if folder.stat(f"{name}/{MANIFEST_FILE}")]
-    if found != expected:
+    whole = [name for name in expected if folder.stat(f"{name}/{MANIFEST_FILE}")]
+    if whole != expected:
         raise FormatError(
             f"{folder} has no {MANIFEST_FILE}, and {', '.join(sorted(folders))} are not whole"
             " databases of processes 0 and up: the save was not finished, or files are missing"
         )
-    return tuple(found) or (("",) if ocdbt else ())
+    return tuple(whole) or (("",) if ocdbt else ())
 
 
 def check_size(storage: ZarrFolder, arrays: Mapping[str, ArrayInfo]) -> None:
@@ -167,11 +167,11 @@ class ZarrArrays(MakesArrays):
                 # a chunk may be in no database as it is zeros, or as a database is missing
                 written = tuple(int(n or 1) for n in array.chunk_layout.write_chunk.shape or ())
                 chunks = math.prod(grid_shape(array.shape, written))
-                there = len(self._specs[name]["kvstore"]["layers"]) - 1
-                if there != chunks:
+                present = len(self._specs[name]["kvstore"]["layers"]) - 1
+                if present != chunks:
                     raise FormatError(
                         f"{storage.folder}: of {chunks} chunks of {stored[name]!r:.200} the"
-                        f" databases of processes have {there}: they were never merged, so that"
+                        f" databases of processes have {present}: they were never merged, so that"
                         " nothing says whether a database is missing"
                     )
 

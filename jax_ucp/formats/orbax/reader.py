@@ -46,8 +46,8 @@ def parse(path: FilePath, options: Options) -> Contents:
     directory = path.folder()
     note_files(directory)
     tree = read_orbax_tree(directory)
-    there = databases(directory, tree.ocdbt)
-    storage = ZarrFolder(directory, TREE_FILE, there, tree.zarr3, tree.all_chunks_stored)
+    in_databases = databases(directory, tree.ocdbt)
+    storage = ZarrFolder(directory, TREE_FILE, in_databases, tree.zarr3, tree.all_chunks_stored)
     zarr = ZarrArrays(storage, tree.stored)
     arrays = zarr
     if tree.packed:

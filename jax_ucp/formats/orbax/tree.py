@@ -315,17 +315,17 @@ def _key(directory: Files, entry: _KeyEntry) -> Key:
 
 def shardings(directory: Files) -> dict[str, SavedSharding]:
     """The NamedShardings of leaves, by stock's names of them."""
-    found: dict[str, SavedSharding] = {}
+    by_name: dict[str, SavedSharding] = {}
     for key, text in _json(directory, SHARDING_FILE, dict[str, str], {}).items():
         try:
             name = base64.b64decode(key, validate=True).decode()
             if msgspec.json.decode(text, type=_ShardingKind).sharding_type == "NamedSharding":
-                found[name] = _saved_sharding(msgspec.json.decode(text, type=_Sharding))
+                by_name[name] = _saved_sharding(msgspec.json.decode(text, type=_Sharding))
         except (ValueError, RecursionError) as error:
             raise FormatError(
                 f"{directory}/{SHARDING_FILE} is damaged at {key!r:.80}: {error}"
             ) from None
-    return found
+    return by_name
 
 
 def _saved_sharding(stored: _Sharding) -> SavedSharding:

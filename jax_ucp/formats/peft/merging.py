@@ -213,15 +213,15 @@ class _Repacked:
         }
         merged = {name: made.pop(name) for name in names & made.keys()}
         arrays = {name: dequantized(name, one, one.dtype) for name, one in merged.items()}
-        found = {
+        parts_by_name = {
             part.name: part.of(arrays[name])
             for name, param in self.packed.items()
             for part in param.parts
         }
         for name, param in self.apart.items():
             parts = [arrays.get(part.name, weights[part.name]) for part in param.parts]
-            found[name] = param.of(name, parts)
-        return found
+            parts_by_name[name] = param.of(name, parts)
+        return parts_by_name
 
 
 def _parameters(base: Contents) -> dict[str, Leaf]:

@@ -96,13 +96,13 @@ def _repacked(base: Mapping[str, Shape], model_type: str) -> Iterator[Memory]:
     """The weights with experts as transformers 5 has them in memory, then as transformers 4 had."""
     if not is_packed(model_type):
         return
-    found = packed(model_type, base) or {}
-    several = {name: param for name, param in found.items() if len(param.parts) > 1}
-    one = {name: param.parts[0].name for name, param in found.items() if name not in several}
+    weights = packed(model_type, base) or {}
+    several = {name: param for name, param in weights.items() if len(param.parts) > 1}
+    one = {name: param.parts[0].name for name, param in weights.items() if name not in several}
     yield Memory(one | {name: name for name in several}, several)
-    found = apart(model_type, base)
-    several = {name: param for name, param in found.items() if len(param.parts) > 1}
-    one = {param.parts[0].name: name for name, param in found.items() if name not in several}
+    weights = apart(model_type, base)
+    several = {name: param for name, param in weights.items() if len(param.parts) > 1}
+    one = {param.parts[0].name: name for name, param in weights.items() if name not in several}
     parts = {part.name: part.name for param in several.values() for part in param.parts}
     yield Memory(one | parts, apart=several)
 

@@ -96,11 +96,11 @@ def changes(
     memory = in_memory(known | whole - new, stored, model_type, new)
     base = memory.shapes(stored)
     base |= _resized({name: tensors[tensor] for name, tensor in replacements.items()}, base)
-    found: list[WeightChange] = []
+    all_changes: list[WeightChange] = []
 
     def attempt(make: Callable[[], Sequence[WeightChange]]) -> None:
         try:
-            found.extend(make())
+            all_changes.extend(make())
         except UCPError as fault:
             faults.append(str(fault))
 
@@ -117,9 +117,9 @@ def changes(
         attempt(partial(reader.of_parameters, module, several))
     for name, tensor in replacements.items():
         attempt(partial(reader.replaced, name, tensor))
-    counts = Counter((change.weight, bool(change.replaced)) for change in found)
+    counts = Counter((change.weight, bool(change.replaced)) for change in all_changes)
     twice = sorted({name for (name, _), count in counts.items() if count > 1})
-    of_rows = {change.weight for change in found if change.rows}
+    of_rows = {change.weight for change in all_changes if change.rows}
     twice += [name for name in of_rows if (name, False) in counts]
     faults += [f"{name} is changed twice" for name in twice]
     if faults:
@@ -127,7 +127,7 @@ def changes(
             f"{config.where}: the adapter does not fit the base, in {len(faults)} places:", faults
         )
     names = memory.names
-    renamed = [replace(one, weight=names.get(one.weight, one.weight)) for one in found]
+    renamed = [replace(one, weight=names.get(one.weight, one.weight)) for one in all_changes]
     return renamed, memory
 
 
@@ -136,10 +136,10 @@ def _resized(whole: Shapes, base: Shapes) -> dict[str, Shape]:
     tokens; else empty.
     """
     of_tokens = [name for name in base if name == HEAD or name.endswith(EMBEDDINGS)]
-    found = {name: whole[name] for name in of_tokens if name in whole}
-    same = {(len(shape), *shape[1:]) == (2, *base[name][1:]) for name, shape in found.items()}
-    sizes = {shape[:1] for shape in found.values()}
-    return found if len(found) == len(of_tokens) and same == {True} and len(sizes) == 1 else {}
+    resized = {name: whole[name] for name in of_tokens if name in whole}
+    same = {(len(shape), *shape[1:]) == (2, *base[name][1:]) for name, shape in resized.items()}
+    sizes = {shape[:1] for shape in resized.values()}
+    return resized if len(resized) == len(of_tokens) and same == {True} and len(sizes) == 1 else {}
 
 
 def _by_role(
@@ -228,19 +228,19 @@ class _AdapterReader:
                 f"{module} has {'a' if magnitude else 'no'} {_MAGNITUDE}, and the config {said}"
             )
         if magnitude:
-            has = self.tensors[magnitude]
-            if sorted(n for n in has if n != 1) != [n for n in (outputs,) if n != 1]:
+            stored_shape = self.tensors[magnitude]
+            if sorted(n for n in stored_shape if n != 1) != [n for n in (outputs,) if n != 1]:
                 raise FormatError(
-                    f"{magnitude} has shape {list(has)}, not one for {outputs} outputs"
+                    f"{magnitude} has shape {list(stored_shape)}, not one for {outputs} outputs"
                 )
             shapes[magnitude] = (outputs,)
-        found = [WeightChange(weight, scale, a, b, magnitude, "", out_axis, False, shapes)]
+        changes = [WeightChange(weight, scale, a, b, magnitude, "", out_axis, False, shapes)]
         if _BIAS in roles:
             bias, tensor = f"{module}.bias", roles[_BIAS]
             of_bias = self._shape(bias, roles)
             self._require(tensor, of_bias, bias)
-            found.append(WeightChange(bias, scale, b=tensor, shapes={tensor: of_bias}))
-        return found
+            changes.append(WeightChange(bias, scale, b=tensor, shapes={tensor: of_bias}))
+        return changes
 
     def of_parameters(
         self, module: str, several: Sequence[Mapping[str, str]]

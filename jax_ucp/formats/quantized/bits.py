@@ -110,9 +110,9 @@ class Packing:
         pairs[..., int(self.is_high_first)] = table
         pairs[..., int(not self.is_high_first)] = table[:, None]
         codes = np.ascontiguousarray(words).view(np.uint8)
-        found = np.take(pairs.view(np.uint64).reshape(-1), codes).view(np.float32)
+        numbers = np.take(pairs.view(np.uint64).reshape(-1), codes).view(np.float32)
         start = box.start[self.axis] % self.codes
-        return found[..., start : start + box.shape[self.axis]]
+        return numbers[..., start : start + box.shape[self.axis]]
 
 
 def _padded(words: np.ndarray, axis: int, multiple: int) -> np.ndarray:

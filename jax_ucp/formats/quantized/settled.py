@@ -133,14 +133,14 @@ def _leaves(
         elif leaf.label not in parts:
             placed.append((leaf.path, leaf, None))
     paths = [path for path, _, _ in placed]
-    met: set[TreePath] = set()
+    seen: set[TreePath] = set()
     for path in paths:
-        if path in met:
+        if path in seen:
             label = "/".join([str(key.name) for key in path])
             raise FormatError(
                 f"{contents.path}: {label} is stored twice, quantised and as an array of its own"
             )
-        met.add(path)
+        seen.add(path)
     leaves: list[Leaf] = []
     arrays: dict[str, Array] = {}
     for name, (path, leaf, make) in zip(leaf_names(paths), placed, strict=True):

@@ -135,11 +135,13 @@ def _scale(
     if len(small) != 2:
         stored.unknown(f"scales of shape {list(small)} in the order of a GPU's tiles")
     tiles = Grid(_TILE).shape(small)
-    found = stored.info("scale").shape
-    scale, shape = stored.scale("scale", found, dtypes), (*tiles, math.prod(_TILE))
-    if leading(found) not in ([math.prod(shape)], [32 * tiles[0], 16 * tiles[1]]):
+    stored_shape = stored.info("scale").shape
+    scale, shape = stored.scale("scale", stored_shape, dtypes), (*tiles, math.prod(_TILE))
+    if leading(stored_shape) not in ([math.prod(shape)], [32 * tiles[0], 16 * tiles[1]]):
         label = stored.weight.parts["scale"]
-        stored.fault(f"{label} has shape {list(found)}, and should have {list(tiles)} tiles of 512")
+        stored.fault(
+            f"{label} has shape {list(stored_shape)}, and should have {list(tiles)} tiles of 512"
+        )
     return replace(scale, shape=shape)
 
 
@@ -160,8 +162,8 @@ class Tiled(Wrapping):
         tiles = parts["scale"].reshape(rows, columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
         plain = tiles.reshape(rows * _TILE[0], columns * _TILE[1])
         first = [start % n for start, n in zip(wanted.start, _TILE, strict=True)]
-        there = Box.whole(wanted.shape).shift(first)
-        return self.inner.values(box, {**parts, "scale": plain[there.index]})
+        within = Box.whole(wanted.shape).shift(first)
+        return self.inner.values(box, {**parts, "scale": plain[within.index]})
 
 
 def _in_order(attributes: Mapping[str, Any], plain: Affine) -> Dequantizer:

@@ -65,7 +65,7 @@ def require_every_rank(folder: FilePath, tensors: Mapping[str, Parts], sizes: Si
         )
     if said is not None:
         return f"{said} ranks wrote parts of tensors, as sizes says: nothing in the files proves it"
-    gap = next((rank for rank, there in enumerate(ranks, start=1) if rank != there), None)
+    gap = next((rank for rank, one in enumerate(ranks, start=1) if rank != one), None)
     if gap is not None:
         file = f"shard-{gap:05}-model-*.safetensors"
         _refuse(folder, len(ranks), f"that of rank {gap} is not there ({file})")
@@ -147,11 +147,11 @@ def _groups(tensors: Mapping[str, Parts]) -> Iterator[_Group]:
     names: dict[frozenset[str], list[str]] = defaultdict(list)
     for name, parts in tensors.items():
         names[frozenset(group_of[parts[0][0]])].append(name)
-    for files, there in names.items():
+    for files, of_files in names.items():
         matches = filter(None, map(_SHARD_FILE.fullmatch, files))
         ranks = tuple(sorted({int(match[1]) for match in matches}))
-        if ranks and any(box.ndim for name in there for _, box in tensors[name]):
-            yield _Group(files, ranks, tuple(there))
+        if ranks and any(box.ndim for name in of_files for _, box in tensors[name]):
+            yield _Group(files, ranks, tuple(of_files))
 
 
 def _shows_ranks(
