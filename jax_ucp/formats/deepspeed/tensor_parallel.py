@@ -188,7 +188,8 @@ class TensorParallel:
     def lists_of(self, name: str) -> set[str]:
         """The lists that a parameter is in."""
         matching = self._patterns.matching(name)
-        return {key for key, patterns in self._lists.items() if not matching.isdisjoint(patterns)}
+        lists = self._lists.items()
+        return {key for key, patterns in lists if not patterns.keys().isdisjoint(matching)}
 
     def sub_params_of(self, name: str) -> tuple[str, _SubParams | None]:
         """The first pattern of sub-parameters that a parameter matches, and the sub-parameters."""
