@@ -1,6 +1,4 @@
-"""The table of docs/adapters.md: `python tests/adapters_table.py` prints it, from a run over
-`tests/data/adapters`.
-"""
+"""The table of docs/adapters.md, from tests/data/adapters: `python tests/adapters_table.py`."""
 
 from __future__ import annotations
 
@@ -14,9 +12,8 @@ import jax_ucp as ucp
 DATA = Path(__file__).parent / "data" / "adapters"
 PAGE = Path(__file__).parents[1] / "docs" / "adapters.md"
 # without those where peft loads the base into a model whose names begin otherwise
-CASES = sorted(
-    path.parent.name for path in DATA.glob("*/merged.npz") if "headless" not in path.parent.name
-)
+names = (path.parent.name for path in DATA.glob("*/merged.npz"))
+CASES = sorted(name for name in names if "headless" not in name)
 HEAD = "| case | peft | elements changed | equal to peft's, bit for bit | largest difference |\n|---|---|---|---|---|"
 
 

@@ -46,7 +46,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from helpers import mesh_of, restored_on
+from helpers import faults_of, mesh_of, restored_on
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.sharding.jax_versions import enable_x64
 
@@ -58,17 +58,9 @@ OF_TESTS = ("truth.npz", "case.json")  # beside a checkpoint that is the case's 
 FAMILIES = ("deepspeed", "deepspeed_universal", "deepspeed_writers", "dtensors", "gguf", "jax")
 FAMILIES += ("megatron", "torch", "trainers")
 READ = (
-    *FAMILIES,
-    "folders",
-    "megatron_core",
-    "megatron_deepspeed",
-    "megatron_logits",
-    "megatron_next",
-    "packed_experts",
-    "pairings",
-    "quantized",
-    "unknown",
-)
+    *FAMILIES, "folders", "megatron_core", "megatron_deepspeed", "megatron_logits",
+    "megatron_next", "packed_experts", "pairings", "quantized", "unknown",
+)  # fmt: skip
 
 # A Megatron case whose writer, the released library, moved masters and moments.
 CORRUPTED = "dist_pp2_dp2_distopt_buckets_fully_reshardable_fp32"
@@ -78,9 +70,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """A case by its label, `torch/hf_llama` or `torch/torchsave/tied.pt`, or the whole path of its
-    folder.
-    """
+    """A case by its label, `torch/hf_llama` or `torch/torchsave/tied.pt`, or its folder's path."""
 
     label: str
 
@@ -206,9 +196,7 @@ def _files_of(case: Case) -> list[Case]:
 
 
 def _label_of(path: Sequence[str | int], file: str) -> str:
-    """The label of a tensor in a file of torch.save: of a flat dict, or of the one called `model`,
-    it is a weight.
-    """
+    """The label of a tensor in a file of torch.save: a weight in a flat dict, or in `model`."""
     of_model = path[:1] == ["model"]
     flat = len(path) == 1 and isinstance(path[0], str) and file != "trainer.pt"
     steps = path[1:] if of_model else path or ["tensor"]
@@ -255,11 +243,10 @@ def flat(tree: Any, label: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping | list | tuple):
         return {} if isinstance(tree, str | None) else {label: tree}
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    return {
-        at: array
-        for name, item in items
-        for at, array in flat(item, f"{label}/{name}".lstrip("/")).items()
-    }
+    found = {}
+    for name, item in items:
+        found |= flat(item, f"{label}/{name}".lstrip("/"))
+    return found
 
 
 def arrays_of(checkpoint: ucp.Checkpoint) -> dict[str, np.ndarray]:
@@ -271,8 +258,11 @@ def bits_of(checkpoint: ucp.Checkpoint) -> dict[str, bytes]:
     return {label: array.tobytes() for label, array in arrays_of(checkpoint).items()}
 
 
-def faults_of(checkpoint: ucp.Checkpoint) -> list[str]:
-    return [fault for _, fault in checkpoint.verify() if fault]
+def facts(checkpoint: ucp.Checkpoint) -> tuple[Any, ...]:
+    """What is known of a checkpoint before any array of it is read."""
+    leaves = [(leaf.label, leaf.kind, leaf.shape, leaf.dtype) for leaf in checkpoint.leaves]
+    said = checkpoint.path, checkpoint.extras, list(checkpoint.notes)
+    return leaves, list(checkpoint.inventory), said
 
 
 def assert_same(found: Arrays, want: Arrays) -> None:
@@ -282,9 +272,7 @@ def assert_same(found: Arrays, want: Arrays) -> None:
 
 
 def assert_equal_however_read(checkpoint: ucp.Checkpoint, want: Arrays, folder: Path) -> None:
-    """Its leaves are just those wanted, bit for bit: as read, as restored on a mesh, and as
-    converted and restored.
-    """
+    """Its leaves are just those wanted: as read, as restored on a mesh, converted and restored."""
     assert {leaf.label for leaf in checkpoint.leaves} == set(want)
     converted, mesh = checkpoint.save(folder / "converted"), mesh_of(4, 2)
     with enable_x64(True):

@@ -36,13 +36,9 @@ CASES = {
 }
 # Transformers 4 does not have these models, or has them since late and was not tried.
 SINCE_5 = (
-    "maxtext/qwen35_moe",
-    "maxtext/gemma4_apart",
-    "maxtext/gemma4_e2b",
-    "maxtext/llama4",
-    "maxtext/seed_oss",
-    "maxtext/deepseek32",
-)
+    "maxtext/qwen35_moe", "maxtext/gemma4_apart", "maxtext/gemma4_e2b",
+    "maxtext/llama4", "maxtext/seed_oss", "maxtext/deepseek32",
+)  # fmt: skip
 # Of these transformers 5 too reads configs of its own style alone.
 ONE_STYLE = ("maxtext/gemma4_apart", "maxtext/gemma4_e2b")
 ABSENT = "absent"  # what a change has for a key that the config shall not have

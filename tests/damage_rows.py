@@ -360,10 +360,8 @@ DEEPSPEED = {
 }
 for case in (GQA, U3, UMOE):
     for state in ("exp_avg", "exp_avg_sq"):
-        DEEPSPEED[case] += [
-            (together(missing(f"zero/*/{state}.pt")), FormatError, rf"{state}\b.*\.pt is missing"),
-            (together(missing(f"zero/*/{state}.pt")), weights(RIGHT), ""),
-        ]
+        damage = together(missing(f"zero/*/{state}.pt"))
+        DEEPSPEED[case] += [(damage, FormatError, rf"{state}\b.*\.pt is missing"), (damage, weights(RIGHT), "")]
     for other in sorted({GQA, U3, UMOE} - {case}):
         DEEPSPEED[case] += [(of_another("optimizer_state.pt", other), FormatError, "FILE.*of another run")]
 for case in (U3, UMOE):  # every atom is compared with what rank 0 left of it
@@ -385,10 +383,8 @@ for case in (Z1, TURNS, SWIGLU, MOE1):
         for damage in (missing(f"*{R1}"), cut(f"*{R1}", 0.5, 0))
         for verdict, words in ((UCPError, "FILE"), (weights(ROUNDED), f"(?=[\\s\\S]*FILE)[\\s\\S]*{OWN}"))
     ]
-    DEEPSPEED[case] += [
-        (edited(f"*{R1}", of_other_parameters), UCPError, "group"),
-        (edited(f"*{R1}", of_other_parameters), weights(ROUNDED), OWN),
-    ]
+    damage = edited(f"*{R1}", of_other_parameters)
+    DEEPSPEED[case] += [(damage, UCPError, "group"), (damage, weights(ROUNDED), OWN)]
 for case in (f"deepspeed/{name}" for name in names_of("deepspeed")):
     if any(Case(case).path.rglob(f"*{R0}")):
         needed = re.search("_z3_|/z3_|pp2_", case)

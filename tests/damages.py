@@ -240,18 +240,13 @@ def of_sibling(which: str, pattern: str) -> Damage:
 
 
 def as_named(damage: Damage) -> Damage:
-    """The names that files of torch.save have inside are those of the files in whose place they
-    are.
-    """
+    """The names inside of files of torch.save are those of the files in whose place they are."""
 
     def changes(files: Files, most: int) -> Iterator[Changes]:
         for found in damage.changes(files, most):
             owner = {data: name for name, data in files.items()}
-            yield {
-                name: data.replace(stem(owner[data]), stem(name))
-                for name, data in found.items()
-                if isinstance(data, bytes)
-            }
+            data = {name: data for name, data in found.items() if isinstance(data, bytes)}
+            yield {name: x.replace(stem(owner[x]), stem(name)) for name, x in data.items()}
 
     return Damage(f"{damage} as named", changes)
 
@@ -324,9 +319,8 @@ def less(pattern: str, *keys: str) -> Damage:
     def change(path: Path) -> None:
         before = path.read_bytes()
         torch_writer.rewrite(path, member)
-        tensors = [
-            key for key in TorchFile(path, lenient=True).arrays() if key.split("/")[-1] in keys
-        ]
+        keys_there = TorchFile(path, lenient=True).arrays()
+        tensors = [key for key in keys_there if key.split("/")[-1] in keys]
         if tensors:
             torch_writer.change(path, dict.fromkeys(tensors, fewer))
         assert path.read_bytes() != before
@@ -334,9 +328,10 @@ def less(pattern: str, *keys: str) -> Damage:
     return each(f"with less {', '.join(keys)}", pattern, on_path(change))
 
 
-def tensors_changed(
-    about: str, pattern: str, label: str, change: Callable[[np.ndarray], np.ndarray]
-) -> Damage:
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+def tensors_changed(about: str, pattern: str, label: str, change: Change) -> Damage:
     """Each tensor whose label matches has other values, one after another."""
 
     def changes(files: Files, most: int) -> Iterator[Changes]:

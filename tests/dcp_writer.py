@@ -1,6 +1,6 @@
 """Checkpoints as PyTorch's DCP writes them, made without torch: any chunks, in any files."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ MODULE = "torch.distributed.checkpoint"
 
 
 class Writer:
-    """Appends items to files, and keeps the tables of `.metadata`, which a test may change
-    before it is written.
-    """
+    """Appends items to files, and keeps the tables of `.metadata`, which a test may change."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -25,30 +23,19 @@ class Writer:
         folder.mkdir(parents=True, exist_ok=True)
 
     def tensor(self, fqn: str, whole: np.ndarray, chunks: Iterable[tuple[str, Box]]) -> None:
-        """Each chunk is a box of `whole` that goes to a file. Of several at one offset one at
-        most has elements.
-        """
+        """Each chunk is a box of `whole` in a file. Of several at one offset one has elements."""
         chunks = list(chunks)
         self.declare(fqn, whole.dtype, whole.shape, [box for _, box in chunks])
-        stored = {
-            box.start: (file, box) for file, box in sorted(chunks, key=lambda chunk: chunk[1].size)
-        }
+        stored = {box.start: (file, box) for file, box in sorted(chunks, key=lambda x: x[1].size)}
         for file, box in stored.values():
             self.item(fqn, file, box.start, np.asarray(whole[box.index]))
 
-    def declare(
-        self, fqn: str, dtype: np.dtype, shape: Sequence[int], boxes: Iterable[Box]
-    ) -> None:
-        properties = Instance(
-            f"{MODULE}.metadata.TensorProperties", (dtype, None, False, None, False)
-        )
-        chunks = [
-            Instance(
-                f"{MODULE}.metadata.ChunkStorageMetadata",
-                {"offsets": Size(box.start), "sizes": Size(box.shape)},
-            )
-            for box in dict.fromkeys(boxes)
-        ]
+    def declare(self, fqn: str, dtype: np.dtype, shape: Sequence[int], boxes: Iterable[Box]):
+        fields = dtype, None, False, None, False
+        properties = Instance(f"{MODULE}.metadata.TensorProperties", fields)
+        kind = f"{MODULE}.metadata.ChunkStorageMetadata"
+        places = [(Size(box.start), Size(box.shape)) for box in dict.fromkeys(boxes)]
+        chunks = [Instance(kind, {"offsets": start, "sizes": shape}) for start, shape in places]
         state = {"properties": properties, "size": Size(shape), "chunks": chunks}
         self.tensors[fqn] = Instance(f"{MODULE}.metadata.TensorStorageMetadata", state)
 
@@ -60,9 +47,7 @@ class Writer:
             stream.write(data)
         self.place(fqn, offset, file, at, len(data))
 
-    def place(
-        self, fqn: str, offset: Sequence[int] | None, file: str, at: int, length: int
-    ) -> None:
+    def place(self, fqn: str, offset: Sequence[int] | None, file: str, at: int, length: int):
         where = {"fqn": fqn, "offset": None if offset is None else Size(offset), "index": None}
         index = Instance(f"{MODULE}.metadata.MetadataIndex", where)
         info = {"relative_path": file, "offset": at, "length": length}
@@ -73,10 +58,8 @@ class Writer:
         self.item(fqn, file, None, value)
 
     def finish(self, name: str = ".metadata") -> Path:
-        tables: Mapping[str, Any] = {
-            "state_dict_metadata": self.tensors,
-            "planner_data": {fqn: tuple(path) for fqn, path in self.paths.items()} or None,
-            "storage_data": self.storage,
-        }
+        paths = {fqn: tuple(path) for fqn, path in self.paths.items()} or None
+        tables: dict[str, Any] = {"state_dict_metadata": self.tensors, "planner_data": paths}
+        tables["storage_data"] = self.storage
         (self.folder / name).write_bytes(pickled(Instance(f"{MODULE}.metadata.Metadata", tables)))
         return self.folder

@@ -48,9 +48,7 @@ def logits(tree: Tree, config: Mapping[str, Any], tokens: np.ndarray) -> np.ndar
 
 
 def layers_of(decoder: Tree) -> Iterator[Tree]:
-    """The layers in their order; DeepSeek's dense ones are first, in a stack of their own; gpt-oss'
-    are in blocks of two.
-    """
+    """The layers in their order; DeepSeek's dense ones are first, gpt-oss' are in blocks of two."""
     for name in ("layers", "dense_layers", "moe_layers"):
         if name not in decoder:
             continue
@@ -78,16 +76,12 @@ def norm(x: np.ndarray, scale: np.ndarray, config: Mapping[str, Any]) -> np.ndar
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * scale
 
 
-def attention(
-    p: Tree, config: Mapping[str, Any], x: np.ndarray, window: int | None = None
-) -> np.ndarray:
+def attention(p: Tree, config: Mapping[str, Any], x: np.ndarray, window=None) -> np.ndarray:
     """Attention of groups of heads; with a window to so many keys, the query's own included. A head
     may have a sink, a score of nothing.
     """
-    q, k, v = (
-        np.einsum("bte,ehd->bthd", x, p[n]["kernel"]) + p[n].get("bias", 0)
-        for n in ("query", "key", "value")
-    )
+    own = (p[name] for name in ("query", "key", "value"))
+    q, k, v = (np.einsum("bte,ehd->bthd", x, a["kernel"]) + a.get("bias", 0) for a in own)
     if "query_norm" in p:
         q, k = norm(q, p["query_norm"]["scale"], config), norm(k, p["key_norm"]["scale"], config)
     rope = config["rope_parameters"]
@@ -100,9 +94,8 @@ def attention(
     q, k = (longer * rotated(each, rates, neighbours) for each in (q, k))
     group = q.shape[2] // k.shape[2]
     folded = config["model_type"] in FOLDED
-    scores = np.einsum("bthd,bshd->bhts", q, k.repeat(group, axis=2)) * (
-        1 if folded else q.shape[-1] ** -0.5
-    )
+    scale = 1 if folded else q.shape[-1] ** -0.5
+    scores = np.einsum("bthd,bshd->bhts", q, k.repeat(group, axis=2)) * scale
     is_seen = np.tril(np.ones(scores.shape[-2:], bool))
     scores = np.where(np.triu(is_seen, 1 - (window or len(is_seen))), scores, -np.inf)
     sinks = np.reshape(p.get("sinks", -np.inf), (-1, 1, 1))
@@ -112,9 +105,7 @@ def attention(
 
 
 def latent_attention(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
-    """Heads made of a latent, but for the part of the key that is turned, which they share; yarn,
-    whose two mscales are one.
-    """
+    """Heads made of a latent; they share the part of the key that is turned; yarn scales it."""
     rope, nope = config["rope_parameters"], config["qk_nope_head_dim"]
     low = norm(x @ p["wq_a"]["kernel"], p["q_norm"]["scale"], config)
     q = np.einsum("bte,ehd->bthd", low, p["wq_b"]["kernel"])
@@ -124,9 +115,8 @@ def latent_attention(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.nd
     rates = yarn_rates(rope, config["qk_rope_head_dim"])
     turned = rotated(shared[:, :, None], rates, neighbours=True)
     scores = np.einsum("bthd,bshd->bhts", q[..., :nope], k)
-    scores = scores + np.einsum(
-        "bthd,bsd->bhts", rotated(q[..., nope:], rates, neighbours=True), turned[:, :, 0]
-    )
+    own = rotated(q[..., nope:], rates, neighbours=True)
+    scores = scores + np.einsum("bthd,bsd->bhts", own, turned[:, :, 0])
     mscale = 0.1 * rope["mscale_all_dim"] * np.log(rope["factor"]) + 1
     scores = scores * mscale**2 * q.shape[-1] ** -0.5
     scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
@@ -187,9 +177,8 @@ def experts(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     chosen = np.argsort(-ranks, -1)[..., : config["num_experts_per_tok"]]
     kept = np.zeros_like(scores)
     np.put_along_axis(kept, chosen, weigh(np.take_along_axis(scores, chosen, -1)), -1)
-    out = np.stack(
-        [mlp(x, p["wi_0"][e], p["wi_1"][e], p["wo"][e]) for e in range(kept.shape[-1])], -1
-    )
+    experts_of = range(kept.shape[-1])
+    out = np.stack([mlp(x, p["wi_0"][e], p["wi_1"][e], p["wo"][e]) for e in experts_of], -1)
     return np.einsum("btde,bte->btd", out, kept)
 
 
@@ -202,9 +191,8 @@ def clamped_experts(p: Tree, config: Mapping[str, Any], x: np.ndarray) -> np.nda
     gate, up = (np.einsum("bte,xem->btxm", x, p[w]) + p[f"{w}_bias"] for w in ("wi_0", "wi_1"))
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     wide = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-    return np.einsum(
-        "btxe,btx->bte", np.einsum("btxm,xme->btxe", wide, p["wo"]) + p["wo_bias"], kept
-    )
+    out = np.einsum("btxm,xme->btxe", wide, p["wo"]) + p["wo_bias"]
+    return np.einsum("btxe,btx->bte", out, kept)
 
 
 def gpt2_logits(tree: Tree, config: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:

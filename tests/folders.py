@@ -80,9 +80,7 @@ def write_folder(folder: Folder, path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Stored:
-    """The bytes `start` to `stop` of `file` are elements of `dtype`; `label` says what its file
-    calls them.
-    """
+    """The bytes `start` to `stop` of `file` are of `dtype`; `label` is its name in the file."""
 
     file: str
     label: str
@@ -96,9 +94,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Archive:
-    """A zip file of torch.save that is the bytes `start` to `stop` of `file`; `name` is what DCP
-    calls it, or empty.
-    """
+    """A zip file of torch.save, the bytes `start` to `stop` of `file`; `name` is that of DCP."""
 
     file: str
     start: int
@@ -110,9 +106,8 @@ def archives(folder: Mapping[str, bytes]) -> list[Archive]:
     """Every file of torch.save, and every item of DCP."""
     found = [Archive(name, 0, len(data)) for name, data in folder.items() if data[:4] == b"PK\3\4"]
     tables = {name for name in folder if PurePosixPath(name).name == ".metadata"}
-    tables |= {
-        name for name in folder if re.fullmatch(r"__\d+\.metadata", PurePosixPath(name).name)
-    }
+    bases = {name: PurePosixPath(name).name for name in folder}
+    tables |= {name for name, base in bases.items() if re.fullmatch(r"__\d+\.metadata", base)}
     parents = {PurePosixPath(name).parent.as_posix() for name in tables}
     inner = [item for parent in sorted(parents) for item in _dcp_items(folder, parent)]
     return [one for one in found if not one.file.endswith(".distcp")] + inner
@@ -121,17 +116,11 @@ def archives(folder: Mapping[str, bytes]) -> list[Archive]:
 def _dcp_items(folder: Mapping[str, bytes], parent: str) -> Iterator[Archive]:
     prefix = "" if parent == "." else f"{parent}/"
     with tempfile.TemporaryDirectory() as work:
-        below = {
-            name.removeprefix(prefix): data
-            for name, data in folder.items()
-            if name.startswith(prefix)
-        }
+        names = [name for name in folder if name.startswith(prefix)]
+        below = {name.removeprefix(prefix): folder[name] for name in names}
         metadata = read_metadata(file_path(write_folder(below, Path(work))))
-    spans = {
-        (span.file, span.offset, span.length): name
-        for name, span in metadata.spans()
-        if not span.transforms
-    }
+    plain = [(name, span) for name, span in metadata.spans() if not span.transforms]
+    spans = {(span.file, span.offset, span.length): name for name, span in plain}
     for (file, offset, length), name in spans.items():
         if folder[prefix + file][offset : offset + 4] == b"PK\3\4":
             yield Archive(prefix + file, offset, offset + length, name)
@@ -154,18 +143,16 @@ def stored_tensors(folder: Mapping[str, bytes]) -> list[Stored]:
 
 def _in_archive(folder: Mapping[str, bytes], archive: Archive) -> Iterator[Stored]:
     data = folder[archive.file][archive.start : archive.stop]
-    members = {
-        PurePosixPath(name).name: at for name, at in _members(data).items() if "/data/" in name
-    }
+    places = {name: at for name, at in _members(data).items() if "/data/" in name}
+    members = {PurePosixPath(name).name: at for name, at in places.items()}
     seen: set[str] = set()
     for labels, node in walk(TorchFile(archive.file, data=data, lenient=True).tree):
         if isinstance(node, StoredTensor) and node.storage in members and node.storage not in seen:
             seen.add(node.storage)
             start, stop = members[node.storage]
             label = "/".join([archive.name, *labels]).strip("/")
-            yield Stored(
-                archive.file, label, node.dtype, archive.start + start, archive.start + stop
-            )
+            place = archive.start + start, archive.start + stop
+            yield Stored(archive.file, label, node.dtype, *place)
 
 
 def _members(data: bytes) -> dict[str, tuple[int, int]]:
@@ -228,9 +215,7 @@ def dtype_of(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Change:
-    """`salt` chooses which weights differ most; `steps` is added to every counter, and `rate`
-    multiplies every lr.
-    """
+    """`salt` chooses the weights; `steps` is added to every counter, `rate` multiplies every lr."""
 
     salt: int
     steps: int = 0
@@ -255,13 +240,11 @@ def sibling(folder: Mapping[str, bytes], change: Change) -> dict[str, bytes]:
     tensors = stored_tensors(folder)
     half = _half_precision(tensors)
     for tensor in tensors:
-        out[tensor.file][tensor.start : tensor.stop] = _changed(
-            tensor, tensor.read(folder), change, half
-        ).tobytes()
+        values = _changed(tensor, tensor.read(folder), change, half)
+        out[tensor.file][tensor.start : tensor.stop] = values.tobytes()
     for archive in archives(folder):
-        data = _with_numbers(
-            bytes(out[archive.file][archive.start : archive.stop]), archive, change
-        )
+        data = bytes(out[archive.file][archive.start : archive.stop])
+        data = _with_numbers(data, archive, change)
         out[archive.file][archive.start : archive.stop] = resummed(data)
     return {name: bytes(data) for name, data in out.items()}
 
@@ -296,9 +279,8 @@ def other_values(values: np.ndarray, salt: int, half: np.dtype) -> np.ndarray:
     with np.errstate(over="ignore"):  # what pads a buffer may be anything
         rounded, twice = values.astype(half), values + values
     bits = rounded.view(f"u{half.itemsize}").astype(np.uint64)
-    chosen = (
-        (bits + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
-    ) % np.uint64(4) == 0
+    mixed = (bits + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
+    chosen = (mixed >> np.uint64(40)) % np.uint64(4) == 0
     size = np.abs(rounded.astype(np.float32))
     plain = (size > np.float32(1e-3 if half == np.float16 else 1e-30)) & (size < np.float32(1e4))
     out = np.where(chosen & plain, twice, values).astype(values.dtype)
@@ -306,19 +288,11 @@ def other_values(values: np.ndarray, salt: int, half: np.dtype) -> np.ndarray:
         return out
     flipped = (values.view(np.uint32) ^ 1).view(np.float32)
     with np.errstate(over="ignore"):
-        kept = (
-            (values != 0)
-            & np.isfinite(values)
-            & ~(chosen & plain)
-            & (flipped.astype(half) == rounded)
-        )
+        kept = (values != 0) & np.isfinite(values) & ~(chosen & plain)
+        kept &= flipped.astype(half) == rounded
     # In fp32 alone every bit counts as the value's own, so that the flip says nothing of the
     # choice.
-    return (
-        np.where(kept, flipped, out)
-        if half != np.float32
-        else np.where(kept & (values != 1), flipped, out)
-    )
+    return np.where(kept if half != np.float32 else kept & (values != 1), flipped, out)
 
 
 def _with_numbers(data: bytes, archive: Archive, change: Change) -> bytes:
@@ -349,9 +323,7 @@ _FORMS: dict[str, Callable[[int | float], bytes]] = {
 
 
 def with_other_numbers(data: bytes, wanted: Mapping[tuple[str, int | float], int | float]) -> bytes:
-    """A pickle in which numbers that follow a key are others; the key may be empty for a pickle
-    of one number.
-    """
+    """A pickle in which numbers after a key are others; the key may be empty for one number."""
     out, memo, last = bytearray(data), {}, ""
     for op, argument, at in pickletools.genops(data):
         assert at is not None

@@ -63,9 +63,7 @@ class Outcome:
 
 
 def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
-    """Open the case, read it, restore it on the mesh, convert it to `folder` and restore that
-    too.
-    """
+    """Open the case, read it, restore it on the mesh, convert it to `folder`, restore that."""
     try:
         checkpoint, count = case.open(), len(case.truth())
         converted = checkpoint.save(folder)
@@ -77,9 +75,8 @@ def outcome(case: Case, mesh: Mesh, folder: Path) -> Outcome:
             wrong[way] = case.differing(flat(restored_on(mesh, one, RULES)))
     same = {way: count - len(found) for way, found in wrong.items()}
     places = [item.where for item in checkpoint.inventory]
-    told = len(set(places)) == len(places) and all(
-        item.reason != "not understood" for item in checkpoint.inventory
-    )
+    reasons = [item.reason for item in checkpoint.inventory]
+    told = len(set(places)) == len(places) and "not understood" not in reasons
     return Outcome(checkpoint.format, count, same, told)
 
 
@@ -91,9 +88,8 @@ def line(case: Case, found: Outcome) -> str:
         cells[2] += "; with " + ", ".join(f"`{key}={value!r}`" for key, value in said.items())
     if found.equal is None:
         reason = " ".join(found.refusal.replace(str(case.path), "").replace("|", "\\|").split())
-        return (
-            "| " + " | ".join([*cells, f"refused: {reason.strip('/: '):.200}", "", "", ""]) + " |"
-        )
+        refusal = f"refused: {reason.strip('/: '):.200}"
+        return "| " + " | ".join([*cells, refusal, "", "", ""]) + " |"
     same = [_all(found.equal.get(way), found.arrays) for way in ("read", "restored", "converted")]
     return "| " + " | ".join([*cells, *same, "yes" if found.accounted else "no"]) + " |"
 
@@ -136,16 +132,12 @@ def text_of_cases() -> str:
 
 def page_of_cases(rows: Sequence[str]) -> str:
     """The page with these lines of its tables, each in the section of its format."""
-    head = (
-        "| case | format | what it shows | arrays | equal when read | restored | converted,"
-        " restored | accounted for |"
-    )
-    tables = [
-        "\n".join(
-            [f"## {title}", "", head, "|---" * 8 + "|"] + [x for x in rows if format_of(x) in of]
-        )
-        for title, of in SECTIONS.items()
-    ]
+    columns = "equal when read | restored | converted, restored | accounted for"
+    head = f"| case | format | what it shows | arrays | {columns} |"
+    tables = []
+    for title, of in SECTIONS.items():
+        own = [line for line in rows if format_of(line) in of]
+        tables.append("\n".join([f"## {title}", "", head, "|---" * 8 + "|", *own]))
     return text_of_cases().replace("{table}", "\n\n".join(tables))
 
 

@@ -45,10 +45,8 @@ def table() -> str:
     rows = []
     for type in TYPES:
         if not cases[type]:
-            cases[type], elements[type] = (
-                {f"{FIXED:,} blocks of any bits"},
-                FIXED * TYPES[type].elements,
-            )
+            cases[type] = {f"{FIXED:,} blocks of any bits"}
+            elements[type] = FIXED * TYPES[type].elements
             equal[type] = elements[type] * (digest(type) == BY_GGUF_PY["types"][type])
         differ = elements[type] - equal[type]
         result = f"{differ:,} differ" if differ else "every bit"

@@ -1,6 +1,4 @@
-"""Files of GGUF with any content, also such that no writer makes; and ggml's blocks, element by
-element with Python's integers.
-"""
+"""Files of GGUF with any content; and ggml's blocks, element by element with Python's integers."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ NUMBERS = "params", "opt", "step"  # StandardCheckpointer takes no strings
 
 needs_v1 = pytest.mark.skipif(not HAS_V1, reason="this Orbax has no v1, or an early one")
 
+NOT_SAID = "ignore:Sharding info not provided when restoring:UserWarning"
 stock_warns = pytest.mark.filterwarnings(
-    "ignore:Sharding info not provided when restoring:UserWarning",
-    "ignore:`StandardCheckpoint.*:DeprecationWarning",
+    NOT_SAID, "ignore:`StandardCheckpoint.*:DeprecationWarning"
 )
 
 
@@ -34,13 +34,8 @@ def tree() -> dict:
         "b": jax.device_put(rng.normal(size=6).astype(jnp.bfloat16), NamedSharding(MESH, P())),
         "layers": [jnp.arange(3.0), jnp.arange(4, dtype=jnp.int32)],
     }
-    return {
-        "params": params,
-        "opt": optax.adam(1e-3).init(params),
-        "step": 3,
-        "name": "run",
-        "none": None,
-    }
+    opt = optax.adam(1e-3).init(params)
+    return {"params": params, "opt": opt, "step": 3, "name": "run", "none": None}
 
 
 def check(got, want=None) -> None:

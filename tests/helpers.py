@@ -34,10 +34,8 @@ from jax_ucp.tree import Key, Leaf, leaf_names
 
 def in_lanes(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Parameters of a test, of which every third is in the default lane, and all are in the slow."""
-    return [
-        pytest.param(*row, marks=[pytest.mark.slow] * (number % 3 > 0))
-        for number, row in enumerate(rows)
-    ]
+    slow = pytest.mark.slow
+    return [pytest.param(*row, marks=[slow] * (i % 3 > 0)) for i, row in enumerate(rows)]
 
 
 def open_below(folder: Path) -> list[str]:
@@ -114,14 +112,12 @@ def by_hand(pattern: Pattern, whole: np.ndarray, ranks: int) -> list[np.ndarray]
             return shards
         case Fused(axis=axis, parts=parts, whole=kept, groups=groups):
             rows = {name: n if isinstance(n, int) else sum(n) for name, n in parts.items()}
-            split = dict(
-                zip(rows, np.split(whole, np.cumsum(list(rows.values()))[:-1], axis), strict=True)
-            )
+            edges = np.cumsum(list(rows.values()))[:-1]
+            split = dict(zip(rows, np.split(whole, edges, axis), strict=True))
             if groups:
                 pieces = {name: np.split(part, groups, axis) for name, part in split.items()}
-                stream = np.concatenate(
-                    [pieces[name][g] for g in range(groups) for name in rows], axis
-                )
+                each = [pieces[name][g] for g in range(groups) for name in rows]
+                stream = np.concatenate(each, axis)
                 return np.array_split(stream, ranks, axis)
             shards = []
             for rank in range(ranks):
@@ -146,15 +142,11 @@ def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
     return Box(tuple(start), tuple(stop))
 
 
-def boxes_of_hosts(
-    mesh: Mesh, shape: Sequence[int], spec: Sequence[Any], hosts: int
-) -> list[set[Box]]:
+def boxes_of_hosts(mesh: Mesh, shape: Sequence[int], spec: Any, hosts: int) -> list[set[Box]]:
     """The distinct boxes that each of so many hosts needs of an array."""
     indices = NamedSharding(mesh, PartitionSpec(*spec)).devices_indices_map(tuple(shape))
-    return [
-        {index_box(indices[device] or (), tuple(shape)) for device in devices}
-        for devices in np.split(mesh.devices.ravel(), hosts)
-    ]
+    boxes = lambda devices: {index_box(indices[d] or (), tuple(shape)) for d in devices}  # noqa: E731
+    return [boxes(devices) for devices in np.split(mesh.devices.ravel(), hosts)]
 
 
 def mesh_of(*shape: int, names: Sequence[str] = ("data", "model")) -> Mesh:
@@ -172,23 +164,24 @@ def require_memory(kind: str | None) -> None:
 
 def contents_of(tree: Mapping[str, Mapping[str, np.ndarray]], **more: Any) -> Contents:
     """Arrays by state and name as an opened checkpoint."""
-    paths = [
-        (Key("dict", state), Key("dict", name)) for state, arrays in tree.items() for name in arrays
-    ]
+    paths = [(Key("dict", state), Key("dict", name)) for state in tree for name in tree[state]]
     names = leaf_names(paths)
     data = dict(zip(names, (a for arrays in tree.values() for a in arrays.values()), strict=True))
-    leaves = [
-        Leaf(p, n, "array", data[n].shape, data[n].dtype.name)
-        for p, n in zip(paths, names, strict=True)
-    ]
+    arrays = zip(paths, names, (data[name] for name in names), strict=True)
+    leaves = [Leaf(p, n, "array", a.shape, a.dtype.name) for p, n, a in arrays]
     return Contents("memory", "nowhere", leaves, MemoryStore(data), **more)
 
 
-def memory(
-    tree: Mapping[str, Mapping[str, np.ndarray]], extras: Mapping[str, Any] | None = None
-) -> Checkpoint:
+Tree = Mapping[str, Mapping[str, np.ndarray]]
+
+
+def memory(tree: Tree, extras: Mapping[str, Any] | None = None) -> Checkpoint:
     """A checkpoint in memory, of arrays by state and parameter."""
     return Checkpoint(contents_of(tree, extras=extras or {}))
+
+
+def faults_of(checkpoint: Checkpoint) -> list[str]:
+    return [fault for _, fault in checkpoint.verify() if fault]
 
 
 def restored_on(mesh: Mesh, checkpoint: Checkpoint, rules: Sequence[Rule] = ()) -> Any:
@@ -198,42 +191,35 @@ def restored_on(mesh: Mesh, checkpoint: Checkpoint, rules: Sequence[Rule] = ()) 
 
 
 def warned_of(notes: Sequence[str]) -> Any:
-    """Expects a ShardingWarning where there are notes; where there are none it would be an
-    error.
-    """
+    """Expects a ShardingWarning where there are notes, which else would be an error."""
     if not notes:
         return contextlib.nullcontext()
     return pytest.warns(ShardingWarning, match=re.escape(visible_lines(notes[0])))
 
 
-def differences(
-    source: Checkpoint, target: Checkpoint, states: Collection[str] | None = None
-) -> list[str]:
-    """The labels of leaves that only one of them has, or of which a bit differs; `states` are
-    those that count.
-    """
-    want = {leaf.label for leaf in source.leaves if states is None or str(leaf.path[0]) in states}
-    found = {leaf.label for leaf in target.leaves}
+def differences(source: Checkpoint, target: Checkpoint, states: Collection[str] = ()) -> list[str]:
+    """The labels of leaves that one of them lacks, or of which a bit differs, of these `states`."""
+    want = {leaf.label for leaf in source.leaves if not states or str(leaf.path[0]) in states}
+    found = set(target)
     same = (label for label in want & found if same_bits(source.read(label), target.read(label)))
     return sorted((want | found) - set(same))
 
 
 @st.composite
 def grids(draw: st.DrawFn, shape: Sequence[int]) -> list[Box]:
-    """The boxes of a grid that cuts an array of `shape` anywhere; equal cuts make chunks without
-    elements.
-    """
+    """The boxes of a grid that cuts an array anywhere; equal cuts make chunks without elements."""
     cuts = [sorted([0, n, *draw(st.lists(st.integers(0, n), max_size=3))]) for n in shape]
     spans = [list(itertools.pairwise(axis)) for axis in cuts]
-    return [
-        Box(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in itertools.product(*spans)
-    ]
+    boxes = itertools.product(*spans)
+    return [Box(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in boxes]
+
+
+def tree_of_files(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its name there."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Every file of a folder, by its name there."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    files = tree_of_files(folder).items()
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files}

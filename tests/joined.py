@@ -31,13 +31,9 @@ class Joined:
         self._folder = TemporaryDirectory()
         self._end = time.monotonic() + seconds
         words, port = [program, *map(str, arguments)], free_port()
-        self._processes = [
-            FORKS.Process(
-                target=_run,
-                args=(words, port, processes, rank, self._log(rank), os.environ.copy(), seconds),
-            )
-            for rank in range(processes)
-        ]
+        own = [(words, port, processes, rank, self._log(rank)) for rank in range(processes)]
+        more = os.environ.copy(), seconds
+        self._processes = [FORKS.Process(target=_run, args=(*each, *more)) for each in own]
 
     def __enter__(self) -> Joined:
         for process in self._processes:

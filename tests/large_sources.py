@@ -1,5 +1,6 @@
 """Checkpoints of each format whose arrays are large beside what describes them, made without torch."""
 
+import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +21,8 @@ from jax_ucp.layout.box import Box
 
 DATA = Path(__file__).parent / "data"
 BF16 = np.dtype(ml_dtypes.bfloat16)
-ARRAYS = {
-    name: np.random.default_rng(i).standard_normal((1024, 1024), np.float32)
-    for i, name in enumerate("abc")
-}
+RNGS = {name: np.random.default_rng(i) for i, name in enumerate("abc")}
+ARRAYS = {name: rng.standard_normal((1024, 1024), "f4") for name, rng in RNGS.items()}
 STATES = {"param": ARRAYS, "exp_avg": {name: array / 7 for name, array in ARRAYS.items()}}
 
 
@@ -32,30 +31,22 @@ def zero_1(folder: Path) -> None:
     flat = np.concatenate([array.reshape(-1) for array in ARRAYS.values()])
     module = {name: array.astype(BF16) for name, array in ARRAYS.items()}
     shapes = {name: array.shape for name, array in ARRAYS.items()}
-    torch_writer.save(
-        {"module": module, "param_shapes": [shapes]}, folder / "mp_rank_00_model_states.pt"
-    )
+    tree = {"module": module, "param_shapes": [shapes]}
+    torch_writer.save(tree, folder / "mp_rank_00_model_states.pt")
     for rank, part in enumerate(np.split(flat, 2)):
-        state = {
-            "base_optimizer_state": {"state": {0: {"exp_avg": part / 7, "exp_avg_sq": part**2}}},
-            "single_partition_of_fp32_groups": [part],
-            "zero_stage": 1,
-            "partition_count": 2,
-        }
-        torch_writer.save(
-            {"optimizer_state_dict": state},
-            folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-        )
+        moments = {"exp_avg": part / 7, "exp_avg_sq": part**2}
+        state = {"base_optimizer_state": {"state": {0: moments}}, "zero_stage": 1}
+        state |= {"single_partition_of_fp32_groups": [part], "partition_count": 2}
+        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch_writer.save({"optimizer_state_dict": state}, path)
 
 
 def torch_file(folder: Path) -> None:
     """Tensors of one storage, transposed ones, and a part of a storage that no tensor has."""
     a, b, c = ARRAYS.values()
     storage = torch_writer.Storage("9", np.concatenate([b.reshape(-1), c.reshape(-1)]))
-    views = {
-        "b": torch_writer.Tensor(storage, 0, b.shape, (1024, 1)),
-        "last rows of c": torch_writer.Tensor(storage, b.size + 1024 * 100, (924, 1024), (1024, 1)),
-    }
+    last = torch_writer.Tensor(storage, b.size + 1024 * 100, (924, 1024), (1024, 1))
+    views = {"b": torch_writer.Tensor(storage, 0, b.shape, (1024, 1)), "last rows of c": last}
     torch_writer.save({"model": {"a": a.T, **views}}, folder / "it")
 
 
@@ -151,12 +142,11 @@ def gguf(folder: Path) -> None:
     shapes |= {"blk.0.ffn_down": (width, inner)}
     shapes |= {f"blk.0.{name}_norm": (width,) for name in ("attn", "ffn")}
     random = np.random.default_rng(0)
-    tensors = [
-        gguf_writer.Tensor(
-            f"{name}.weight", shape[::-1], 0, random.standard_normal(shape, np.float32).tobytes()
-        )
-        for name, shape in shapes.items()
-    ]
+    arrays = {n: random.standard_normal(shape, np.float32) for n, shape in shapes.items()}
+    tensors = []
+    for name, array in arrays.items():
+        about = f"{name}.weight", array.shape[::-1], 0
+        tensors.append(gguf_writer.Tensor(*about, array.tobytes()))
     numbers = {"block_count": 1, "embedding_length": width, "feed_forward_length": inner}
     numbers |= {"attention.head_count": 8, "attention.head_count_kv": 8, "context_length": 64}
     values = {f"llama.{key}": ("u32", value) for key, value in numbers.items()}
@@ -170,13 +160,10 @@ def peft(folder: Path) -> None:
     """Factors of an adapter."""
     random = np.random.default_rng(0)
     shapes = {"lora_A": (64, 8192), "lora_B": (8192, 64)}
-    factors = {
-        f"base_model.model.model.layers.{layer}.self_attn.q_proj.{name}.weight": (
-            random.standard_normal(shape, np.float32)
-        )
-        for layer in range(2)
-        for name, shape in shapes.items()
-    }
+    at = "base_model.model.model.layers.{}.self_attn.q_proj.{}.weight"
+    factors = {}
+    for layer, name in itertools.product(range(2), shapes):
+        factors[at.format(layer, name)] = random.standard_normal(shapes[name], np.float32)
     config = {"peft_type": "LORA", "r": 64, "lora_alpha": 64, "target_modules": ["q_proj"]}
     memory({"param": factors}).export(folder / "it", "safetensors", adapter_config=config)
 

@@ -1,6 +1,4 @@
-"""The table of docs/links.md: `python tests/links_table.py` prints it, from a run over all cases in
-`tests/data`.
-"""
+"""The table of docs/links.md, from all cases in tests/data: `python tests/links_table.py`."""
 
 from __future__ import annotations
 
@@ -11,10 +9,8 @@ from pathlib import Path
 from cases import every
 
 PAGE = Path(__file__).parents[1] / "docs" / "links.md"
-HEAD = (
-    "| format | checkpoints | arrays linked | their bytes | arrays copied | their bytes | why"
-    " |\n|---|---|---|---|---|---|---|"
-)
+HEAD = "| format | checkpoints | arrays linked | their bytes | arrays copied | their bytes | why |"
+HEAD += "\n|---|---|---|---|---|---|---|"
 
 
 def rows() -> list[str]:
@@ -27,13 +23,9 @@ def rows() -> list[str]:
                 continue  # a folder of files, each a checkpoint
             checkpoint = case.open()
             plan = checkpoint.plan_link(f"{folder}/link")
-            sums[checkpoint.format] += Counter(
-                cases=1,
-                linked=len(plan.linked.arrays),
-                linked_bytes=plan.linked_bytes,
-                copied=len(plan.copied),
-                copied_bytes=plan.copied_bytes,
-            )
+            counts = {"linked": len(plan.linked.arrays), "linked_bytes": plan.linked_bytes}
+            counts |= {"copied": len(plan.copied), "copied_bytes": plan.copied_bytes}
+            sums[checkpoint.format] += Counter(cases=1, **counts)
             for reason, count in plan.reasons.items():
                 reasons[checkpoint.format][reason.partition("(")[0].strip()] += count
     return [

@@ -17,10 +17,8 @@ STEEP = 100.0
 
 def tokens(vocab: int) -> list[list[list[int]]]:
     """A few batches of rows of tokens, of no meaning."""
-    return [
-        [[(7 * i * i + 5 * j + 11 * n) % vocab for i in range(LENGTH)] for j in range(ROWS)]
-        for n in range(BATCHES)
-    ]
+    row = lambda n, j: [(7 * i * i + 5 * j + 11 * n) % vocab for i in range(LENGTH)]  # noqa: E731
+    return [[row(n, j) for j in range(ROWS)] for n in range(BATCHES)]
 
 
 def decays(name: str, ndim: int) -> bool:
@@ -32,9 +30,7 @@ def loss(xp: Any, params: dict[str, Any], batch: Any) -> Any:
     """The mean cross entropy of the next tokens."""
     x = params["embedding.word_embeddings.weight"][batch]
     layer = "decoder.layers.0."
-    own = {
-        name.removeprefix(layer): value for name, value in params.items() if name.startswith(layer)
-    }
+    own = {n.removeprefix(layer): value for n, value in params.items() if n.startswith(layer)}
     attend = _mla if "self_attention.linear_kv_down_proj.weight" in own else _grouped
     x = x + attend(xp, own, _norm(xp, x, own["input_layernorm.weight"]))
     x = x + _mlp(xp, own, _norm(xp, x, own["pre_mlp_layernorm.weight"]))
@@ -91,11 +87,8 @@ def _grouped(xp: Any, own: dict[str, Any], x: Any) -> Any:
 
 
 def _mla(xp: Any, own: dict[str, Any], x: Any) -> Any:
-    of = {
-        name.removeprefix("self_attention.linear_"): value
-        for name, value in own.items()
-        if name.startswith("self_attention.linear_")
-    }
+    prefix = "self_attention.linear_"
+    of = {n.removeprefix(prefix): value for n, value in own.items() if n.startswith(prefix)}
     low = _norm(xp, _linear(xp, x, of["q_down_proj.weight"]), of["q_up_proj.layer_norm_weight"])
     q = _linear(xp, low, of["q_up_proj.weight"]).reshape(*x.shape[:2], HEADS, QK + POSITIONS)
     both = _linear(xp, x, of["kv_down_proj.weight"])

@@ -13,18 +13,14 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 def arrays_of(gated: bool, moe: bool, tied: bool, hidden: int) -> dict[str, dict[str, np.ndarray]]:
     """Parameters and moments by state, then by name in module order, with global numbers."""
     rng, shapes = np.random.default_rng(0), shapes_of(gated, moe, tied, hidden)
-    return {
-        state: {name: rng.normal(size=x).astype(np.float32) for name, x in shapes.items()}
-        for state in STATES
-    }
+    noise = lambda shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return {state: {name: noise(shape) for name, shape in shapes.items()} for state in STATES}
 
 
 def shapes_of(gated: bool, moe: bool, tied: bool, hidden: int) -> dict[str, tuple[int, ...]]:
     rows = (2 if gated else 1) * FFN
-    shapes = {
-        "embedding.word_embeddings.weight": (VOCAB, hidden),
-        "embedding.position_embeddings.weight": (7, hidden),
-    }
+    shapes = {"embedding.word_embeddings.weight": (VOCAB, hidden)}
+    shapes["embedding.position_embeddings.weight"] = (7, hidden)
     for i in range(LAYERS):
         layer = f"decoder.layers.{i}."
         shapes[layer + "input_layernorm.weight"] = (hidden,)
@@ -53,9 +49,7 @@ def shard(name: str, whole: np.ndarray, ranks: int, gated: bool) -> list[list[np
     return [[whole]] * ranks
 
 
-def args_of(
-    t: int, p: int, v: int, e: int, etp: int, *, moe: bool, tied: bool, **more: Any
-) -> dict[str, Any]:
+def args_of(t, p, v, e, etp, *, moe: bool, tied: bool, **more: Any) -> dict[str, Any]:
     """What Megatron tells of a run with these degrees."""
     return {
         "tensor_model_parallel_size": t, "pipeline_model_parallel_size": p, "expert_model_parallel_size": e,

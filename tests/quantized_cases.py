@@ -1,6 +1,4 @@
-"""Quantised weights made element by element, with Python's integers: what the package computes on
-whole arrays must be the same.
-"""
+"""Quantised weights made element by element, with Python's integers, to compare with."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -65,9 +63,7 @@ def words(codes: Sequence[int], bits: int, width: int, order: Sequence[int] = ()
     return [whole >> (width * i) & ((1 << width) - 1) for i in range(count)]
 
 
-def packed(
-    codes: np.ndarray, bits: int, axis: int, dtype: Any = np.int32, order: Sequence[int] = ()
-) -> np.ndarray:
+def packed(codes: np.ndarray, bits: int, axis: int, dtype: Any = np.int32, order=()) -> np.ndarray:
     width = 8 * np.dtype(dtype).itemsize
     unsigned = np.dtype(f"u{np.dtype(dtype).itemsize}")
 
@@ -174,9 +170,8 @@ def packed_integers(draw: Draw) -> Made:
     strategy = {"strategy": "group", "group_size": width}
     if groups == 1 and draw(st.booleans()):
         strategy = {"strategy": "channel", "group_size": None}
-    said = group_settings(
-        "pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **strategy
-    )
+    more = {"type": "int", "symmetric": symmetric, **strategy}
+    said = group_settings("pack-quantized", num_bits=bits, **more)
     return Made("compressed-tensors", parts, want, said)
 
 
@@ -210,12 +205,8 @@ def plain_codes(draw: Draw) -> Made:
     strategy = draw(st.sampled_from(["tensor", "channel", "group", "block"]))
     width = draw(st.integers(1, 9))
     shape = draw(SIZES), width * draw(st.integers(1, 5))
-    block = {
-        "tensor": shape,
-        "channel": (1, shape[1]),
-        "group": (1, width),
-        "block": (draw(POWERS), draw(POWERS)),
-    }[strategy]
+    block = {"tensor": shape, "channel": (1, shape[1]), "group": (1, width)}
+    block = block.get(strategy) or (draw(POWERS), draw(POWERS))
     small = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
     codes = rng.integers(-128, 128, shape).astype(np.int8)
     if is_float:
@@ -250,11 +241,9 @@ def dense(draw: Draw) -> Made:
     small = shape[0], shape[1] // width
     dtype = draw(st.sampled_from([np.float32, np.float16, BF16]))
     half = 1 << (bits - 1)
-    parts = {
-        "codes": (rng.normal(size=shape) * half).astype(dtype),
-        "scale": small_scales(rng, small, dtype),
-        "zero_point": rng.integers(-half, half, small).astype(np.int8),
-    }
+    parts = {"codes": (rng.normal(size=shape) * half).astype(dtype)}
+    parts["scale"] = small_scales(rng, small, dtype)
+    parts["zero_point"] = rng.integers(-half, half, small).astype(np.int8)
     scale, zero = (spread(parts[role], (1, width), shape) for role in ("scale", "zero_point"))
     with np.errstate(over="ignore"):
         codes = (parts["codes"] / scale + zero.astype(dtype)).astype(np.float32)
@@ -307,11 +296,8 @@ def awq(draw: Draw) -> Made:
     codes = rng.integers(0, 16, (inputs, outputs))
     zero = rng.integers(0, 16, (groups, outputs))
     scale = small_scales(rng, (groups, outputs), np.float16)
-    parts = {
-        "codes": packed(codes, 4, 1, order=AWQ_ORDER),
-        "qzeros": packed(zero, 4, 1, order=AWQ_ORDER),
-        "scales": scale,
-    }
+    parts = {"codes": packed(codes, 4, 1, order=AWQ_ORDER), "scales": scale}
+    parts["qzeros"] = packed(zero, 4, 1, order=AWQ_ORDER)
     index = np.arange(inputs) // group
     want = affine(codes, zero[index], scale[index])
     return Made("awq", parts, np.ascontiguousarray(want.T), {"bits": 4, "group_size": group})
@@ -330,11 +316,8 @@ def runs_of_four_bits(draw: Draw) -> Made:
     table = rng.normal(size=16).astype(np.float32)
     runs = -(-size // block)
     state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": list(shape)}
-    parts = {
-        "codes": packed(swapped, 4, 0, np.uint8).reshape(-1, 1),
-        "quant_map": table,
-        "absmax": rng.uniform(0.1, 3, runs).astype(np.float32),
-    }
+    parts = {"codes": packed(swapped, 4, 0, np.uint8).reshape(-1, 1), "quant_map": table}
+    parts["absmax"] = rng.uniform(0.1, 3, runs).astype(np.float32)
     absmax = parts["absmax"]
     if draw(st.booleans()):
         nested = draw(st.sampled_from([2, 256]))
@@ -372,9 +355,8 @@ def mlx(draw: Draw) -> Made:
     block = (*(1 for _ in rows), size)
     codes = rng.integers(0, 1 << bits, shape)
     if mode == "affine":
-        scale, bias = (
-            small_scales(rng, small, draw(st.sampled_from([np.float16, BF16]))) for _ in "ab"
-        )
+        dtypes = st.sampled_from([np.float16, BF16])
+        scale, bias = (small_scales(rng, small, draw(dtypes)) for _ in "ab")
         parts = {"scales": scale, "biases": bias}
         want = affine(codes, 0, spread(scale, block, shape))
         want += spread(bias.astype(np.float32), block, shape)
@@ -405,11 +387,8 @@ def torchao(draw: Draw) -> Made:
     zero = rng.integers(-128, 128, small).astype(np.int8)
     scale = small_scales(rng, small, BF16)
     want = affine(codes, spread(zero.astype(np.float32), block, shape), spread(scale, block, shape))
-    said = {
-        "_type": "IntxUnpackedToInt8Tensor",
-        "_data": {"block_size": list(block)},
-        "_tensor_data_names": ["qdata", "scale", "zero_point"],
-    }
+    said = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": list(block)}}
+    said["_tensor_data_names"] = ["qdata", "scale", "zero_point"]
     parts = {"codes": codes, "scale": scale, "zero_point": zero}
     return Made("torchao", parts, want, said=said)
 
@@ -430,16 +409,10 @@ def tiled_nvfp4(draw: Draw) -> Made:
         at = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
         tiles[row // 128, column // 4, at] = scale[row, column]
     want = table[codes] * spread(scale.astype(np.float32) * factor, (1, 16), shape)
-    parts = {
-        "codes": packed(codes, 4, 1, np.uint8),
-        "scale": tiles.reshape(32 * rows, 16 * columns),
-        "per_tensor_scale": factor,
-    }
-    said = {
-        "_type": "NVFP4Tensor",
-        "_data": {"block_size": 16, "is_swizzled_scales": True},
-        "_tensor_data_names": ["qdata", "scale", "per_tensor_scale"],
-    }
+    scale = tiles.reshape(32 * rows, 16 * columns)
+    parts = {"codes": packed(codes, 4, 1, np.uint8), "scale": scale, "per_tensor_scale": factor}
+    said = {"_type": "NVFP4Tensor", "_data": {"block_size": 16, "is_swizzled_scales": True}}
+    said["_tensor_data_names"] = ["qdata", "scale", "per_tensor_scale"]
     return Made("torchao", parts, want, said=said)
 
 
@@ -488,11 +461,9 @@ def modelopt_nvfp4(draw: Draw) -> Made:
     codes = rng.integers(0, 16, shape)
     table = np.array(E2M1 + [0.0] + [-x for x in E2M1[1:]], np.float32)
     small = shape[0], shape[1] // 16
-    parts = {
-        "codes": packed(codes, 4, 1, np.uint8),
-        "scale": rng.uniform(0.1, 400, small).astype(FP8),
-        "scale_2": rng.uniform(0.001, 3, ()).astype(np.float32),
-    }
+    parts = {"codes": packed(codes, 4, 1, np.uint8)}
+    parts["scale"] = rng.uniform(0.1, 400, small).astype(FP8)
+    parts["scale_2"] = rng.uniform(0.001, 3, ()).astype(np.float32)
     scale = parts["scale"].astype(np.float32) * parts["scale_2"]
     want = table[codes] * spread(scale, (1, 16), shape)
     return Made("modelopt", parts, want, {"quant_algo": "NVFP4", "group_size": 16})

@@ -1,6 +1,4 @@
-"""The table of docs/quantization.md: `python tests/quantized_table.py` prints it, from a run over
-`tests/data/quantized`.
-"""
+"""The table of docs/quantization.md, of tests/data/quantized: `python tests/quantized_table.py`."""
 
 from __future__ import annotations
 

@@ -34,14 +34,10 @@ def write(folder: Path) -> None:
         checkpoint.export(folder / case / "safetensors", "safetensors", max_shard_bytes=10_000)
         for format in ("dcp", "deepspeed"):
             checkpoint.export(folder / case / format, format)
-        raw = {
-            leaf.label: np.frombuffer(checkpoint.read(leaf.label).tobytes(), np.uint8)
-            for leaf in checkpoint.leaves
-        }
-        np.savez(
-            folder / case / "truth.npz",
-            **{label.replace("/", "|"): data for label, data in raw.items()},
-        )
+        arrays = {label: checkpoint.read(label) for label in checkpoint}
+        raw = {label: np.frombuffer(x.tobytes(), np.uint8) for label, x in arrays.items()}
+        named = {label.replace("/", "|"): data for label, data in raw.items()}
+        np.savez(folder / case / "truth.npz", **named)
         about = {leaf.label: [leaf.dtype, list(leaf.shape)] for leaf in checkpoint.leaves}
         (folder / case / "truth.json").write_text(json.dumps(about))
         told = {name: group.settings for group in checkpoint.groups for name in group.params}
@@ -75,9 +71,7 @@ def read_dcp(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def load_optimizer(folder: Path) -> dict[str, dict[str, Any]]:
-    """What AdamW has been told for each parameter after `load` and `set_optimizer_state_dict`,
-    made otherwise.
-    """
+    """What AdamW has been told for each parameter after `set_optimizer_state_dict`."""
     import torch
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import (
@@ -87,11 +81,8 @@ def load_optimizer(folder: Path) -> dict[str, dict[str, Any]]:
 
     model = torch.nn.Module()
     entries = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
-    trained = {
-        name.split(".", 2)[2].rpartition(".")[0]
-        for name in entries
-        if name.startswith("optimizer.state.")
-    }
+    names = (name for name in entries if name.startswith("optimizer.state."))
+    trained = {name.split(".", 2)[2].rpartition(".")[0] for name in names}
     for name in trained:
         *path, last = name.split(".")
         module = model
@@ -99,13 +90,11 @@ def load_optimizer(folder: Path) -> dict[str, dict[str, Any]]:
             if part not in module._modules:
                 module.add_module(part, torch.nn.Module())
             module = module.get_submodule(part)
-        module.register_parameter(
-            last, torch.nn.Parameter(torch.zeros(entries[f"model.{name}"].size))
-        )
+        data = torch.zeros(entries[f"model.{name}"].size)
+        module.register_parameter(last, torch.nn.Parameter(data))
     named = dict(model.named_parameters())
-    groups = [
-        {"params": [p for p in named.values() if (p.ndim > 1) == many]} for many in (False, True)
-    ]
+    matrices = {many: [p for p in named.values() if (p.ndim > 1) == many] for many in (False, True)}
+    groups = [{"params": params} for params in matrices.values()]
     optimizer = torch.optim.AdamW(groups, lr=7.0, betas=(0.1, 0.2), weight_decay=0.7)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     checkpoint.load(state, checkpoint_id=folder)
@@ -113,32 +102,24 @@ def load_optimizer(folder: Path) -> dict[str, dict[str, Any]]:
     for name in named:
         named[name].grad = torch.zeros_like(named[name])
     optimizer.step()
-    found = {
-        id(p): {k: v for k, v in g.items() if k != "params"}
-        for g in optimizer.param_groups
-        for p in g["params"]
-    }
+    found = {}
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found |= {id(param): settings for param in group["params"]}
     return {name: json.loads(json.dumps(found[id(param)])) for name, param in named.items()}
 
 
 def read_deepspeed(folder: Path) -> Iterator[tuple[str, Any]]:
-    """The atoms, as tensors without any class of DeepSpeed in them: `torch.load` with
-    `weights_only`.
-    """
+    """The atoms, as tensors without classes of DeepSpeed: `torch.load` with `weights_only`."""
     import torch
 
     tag = (folder / "latest_universal").read_text()
     for file in sorted((folder / tag / "zero").glob("*/*.pt")):
-        with torch.serialization.safe_globals(
-            [stand_in("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")]
-        ):
+        name = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+        with torch.serialization.safe_globals([(type("SubparamShape", (), {}), name)]):
             atom = torch.load(file, weights_only=True)
         state = "param" if file.stem == "fp32" else file.stem
         yield f"{state}/{file.parent.name}", atom["param"] if isinstance(atom, dict) else atom
-
-
-def stand_in(module: str, name: str) -> tuple[type, str]:
-    return type(name, (), {}), f"{module}.{name}"
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
@@ -160,11 +141,8 @@ def read(folder: Path) -> None:
                 dtype, shape = about[label]
                 if isinstance(tensor, int):  # the step of DeepSpeed's own optimizers
                     tensor = torch.tensor(tensor, dtype=getattr(torch, dtype))
-                assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape), (
-                    case,
-                    format,
-                    label,
-                )
+                found = str(tensor.dtype), list(tensor.shape)
+                assert found == (f"torch.{dtype}", shape), (case, format, label)
                 raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
                 assert np.array_equal(raw, truth[label.replace("/", "|")]), (case, format, label)
                 equal += 1

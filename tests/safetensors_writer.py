@@ -36,9 +36,7 @@ def safetensors(
     return file_of(header, data)
 
 
-def write_safetensors(
-    path: Path, arrays: Mapping[str, np.ndarray], *more: object, **how: object
-) -> Path:
+def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray], *more, **how) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(safetensors(arrays, *more, **how))
     return path

@@ -10,16 +10,11 @@ from jax_ucp.shard_spec.rules import Spec, UnboundPattern
 
 
 def to_yaml(spec: Spec) -> str:
-    """The text of the rules and sizes that a spec itself has, without those of the spec it
-    extends.
-    """
+    """The text of the rules and sizes of a spec itself, without those of the spec it extends."""
     items = []
     for sentence in spec.own:
-        said = (
-            sentence.pattern.node
-            if isinstance(sentence.pattern, UnboundPattern)
-            else node_of(sentence.pattern)
-        )
+        is_unbound = isinstance(sentence.pattern, UnboundPattern)
+        said = sentence.pattern.node if is_unbound else node_of(sentence.pattern)
         when = {"when": sentence.when} if sentence.when else {}
         items.append({"param": sentence.param, **when, "pattern": said})
     sizes = {"sizes": dict(spec.sizes)} if spec.sizes else {}
@@ -45,14 +40,11 @@ def node_of(pattern: Pattern) -> str | dict[str, Any]:
 
 
 def _fused_node(pattern: Fused) -> dict[str, Any]:
-    parts = {
-        name: list(rows) if isinstance(rows, tuple) else rows
-        for name, rows in pattern.parts.items()
-    }
+    sizes = pattern.parts.items()
+    parts = {name: list(rows) if isinstance(rows, tuple) else rows for name, rows in sizes}
     whole = sorted(pattern.whole) or None
-    return _present(
-        {"axis": pattern.axis, "parts": parts, "whole": whole, "groups": pattern.groups}
-    )
+    axis, groups = pattern.axis, pattern.groups
+    return _present({"axis": axis, "parts": parts, "whole": whole, "groups": groups})
 
 
 def _present(fields: dict[str, Any]) -> dict[str, Any]:

@@ -230,11 +230,9 @@ def _in_another_dtype(files: Mapping[str, bytes], name: str) -> bytes:
     for tensor in stored_tensors(files):
         wide = tensor.dtype == np.float32
         values = tensor.read(files).astype(dtype_of("bfloat16") if wide else np.float32)
-        header[tensor.label] = {
-            "dtype": "BF16" if wide else "F32",
-            "shape": shapes[tensor.label],
-            "data_offsets": [len(body), len(body) + values.nbytes],
-        }
+        span = [len(body), len(body) + values.nbytes]
+        about = {"dtype": "BF16" if wide else "F32", "shape": shapes[tensor.label]}
+        header[tensor.label] = about | {"data_offsets": span}
         body += values.tobytes()
     return _with_header(bytes(8) + body, header) if body else files[name]
 

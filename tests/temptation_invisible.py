@@ -29,7 +29,7 @@ _UNREADABLE = (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile)
 # Files that say nothing of the arrays: without them, or with those of another save, a checkpoint is
 # what it is.
 _BESIDE = re.compile(
-    r"latest\w*|latest_checkpointed_iteration\.txt|commit_success\.txt|_CHECKPOINT_METADATA|_sharding"
+    r"(latest\w*|latest_checkpointed_iteration\.txt|commit_success\.txt|_CHECKPOINT_METADATA|_sharding)"
 )
 
 
@@ -70,9 +70,7 @@ def another_whole(case: Case) -> bool:
 
 
 def other_in(found: Leaves, want: Leaves) -> str:
-    """What of a result is other: the `names` of leaves, `shapes` or dtypes, `values`, or nothing of
-    the leaves but `settings`.
-    """
+    """What of a result is other: `names` of leaves, `shapes` or dtypes, `values`, or `settings`."""
     if found.keys() != want.keys():
         return "names"
     pairs = [(np.asarray(found[name]), np.asarray(want[name])) for name in want]
@@ -171,19 +169,15 @@ def steps_mixed(case: Case) -> bool:
 
 def half_of_a_file_is_zeros(case: Case) -> bool:
     """Whether the second half of a file is zeros, as an interrupted download leaves it."""
-    return any(_zeros_at_its_end(case.after[n]) for n in case.changed if n in case.after)
-
-
-def _zeros_at_its_end(data: bytes) -> bool:
-    return len(data) > 512 and any(data) and not any(data[len(data) // 2 :])
+    changed = [case.after[name] for name in case.changed if name in case.after]
+    return any(len(x) > 512 and any(x) and not any(x[len(x) // 2 :]) for x in changed)
 
 
 def total_contradicts(case: Case) -> bool:
     """Whether an index tells another size of all tensors than its files have, and told theirs."""
     indexes = [n for n in case.after if n.endswith(".safetensors.index.json")]
-    return any(
-        _total_is_right(n, case.before) and not _total_is_right(n, case.after) for n in indexes
-    )
+    before, after = case.before, case.after
+    return any(_total_is_right(n, before) and not _total_is_right(n, after) for n in indexes)
 
 
 def _total_is_right(index: str, files: Files) -> bool:

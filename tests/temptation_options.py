@@ -25,9 +25,7 @@ from temptation_mistakes import Attempt, Beside, each_file, mistake, same_folder
 from temptation_subjects import Subject, mesh
 
 
-def _said(
-    subject: Subject, what: str, options: Mapping[str, Any], noticed: str = "", **more: Any
-) -> Attempt:
+def _said(subject: Subject, what: str, options: Mapping[str, Any], noticed="", **more) -> Attempt:
     return Attempt(what, same_folder(subject), options=options, noticed=noticed, **more)
 
 
@@ -40,17 +38,7 @@ def sizes_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
         both = {"vocab": vocab, **sizes}
         if "sizes" in subject.options:
             yield _said(subject, f"sizes={both}", {"sizes": both}, re.escape(name))
-    for value in (
-        0,
-        -1,
-        float(vocab),
-        float(vocab) + 0.5,
-        str(vocab),
-        [vocab],
-        10**6,
-        10**30,
-        np.nan,
-    ):
+    for value in (0, -1, vocab + 0.0, vocab + 0.5, str(vocab), [vocab], 10**6, 10**30, np.nan):
         yield _said(subject, f"vocab is {value!r}", {"sizes": {"vocab": value}}, "vocab")
     for value in ("vocab=101", [("vocab", vocab)], vocab, {1: 2}):
         yield _said(subject, f"sizes={value!r}", {"sizes": value}, "sizes|vocab")
@@ -159,9 +147,7 @@ def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[
         return partial(_with_one, change, subject.name)
 
     def to(change: Callable[[Any], Any], **more: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
-        return lambda checkpoint, _: checkpoint.restore(
-            change(checkpoint.abstract()), mesh=mesh(), **more
-        )
+        return lambda x, _: x.restore(change(x.abstract()), mesh=mesh(), **more)
 
     floats = np.float16, np.float32
     ways = {
@@ -293,9 +279,7 @@ def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
 
 @mistake
 def saved_to_a_wrong_place(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """Where a conversion must not go; what it says, or that it is there, and nothing else is
-    left behind.
-    """
+    """Where a conversion must not go; nothing but what it says is left behind."""
 
     def to(target: Callable[[Path], str], **said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
         return lambda checkpoint, work: checkpoint.save(target(work), **said).restore()

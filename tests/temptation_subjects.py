@@ -1,6 +1,4 @@
-"""The valid checkpoints that mistakes are made with: of every format, with their truth and their
-siblings.
-"""
+"""The valid checkpoints that mistakes are made with, with their truth and their siblings."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from orbax.checkpoint import v1
 import jax_ucp as ucp
 import torch_writer
 from cases import DATA, Case, every, names_of
-from folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling
+from folders import OTHER_RUN, STEP_LATER, Change, read_folder, sibling, write_folder
 from helpers import mesh_of
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.formats.safetensors.reader import SafetensorsFile
@@ -164,10 +162,8 @@ def run_state(which: str, strings: bool = True, keys: bool = False) -> dict[str,
         "layers": [{"kernel": array((16, 24), jnp.bfloat16, P("data", "model"))} for _ in range(2)],
         "scale": array((16,), jnp.float32, P()),
     }
-    moments = {
-        "mu": array((32, 16), jnp.float32, P("data")),
-        "nu": array((16, 24), jnp.float32, P(None, "model")),
-    }
+    moments = {"mu": array((32, 16), jnp.float32, P("data"))}
+    moments["nu"] = array((16, 24), jnp.float32, P(None, "model"))
     count = jax.device_put(np.int32(7 + later), NamedSharding(mesh(), P()))
     state = {"params": params, "opt_state": [moments, {"count": count}], "step": 7 + later}
     state |= {"key": jax.random.key(7 + later)} if keys else {}
@@ -192,9 +188,7 @@ def _written(save: Callable[[str, Path], object]) -> Callable[[str], dict[str, b
     return made
 
 
-def _of_jax(
-    name: str, format: str, save: Callable[[str, Path], object], entry: str = "", **more: Any
-) -> Subject:
+def _of_jax(name: str, format: str, save: Callable[[str, Path], Any], entry="", **more) -> Subject:
     made = _written(save)
     return Subject(f"{format}/{name}", format, made("base"), entry, made=made, **more)
 
@@ -218,7 +212,7 @@ def _universal() -> list[Subject]:
 
         def save(which: str, path: Path) -> None:
             source = path.with_name("source")
-            _write(subject.folder if which == "base" else subject.siblings[which], source)
+            write_folder(subject.folder if which == "base" else subject.siblings[which], source)
             ucp.open(source).save(path)
 
         return save
@@ -260,14 +254,11 @@ def _orbax_v1() -> list[Subject]:
         v1.save_pytree(path, run_state(which, strings=False))
 
     def checkpointables(which: str, path: Path) -> None:
-        v1.save_checkpointables(
-            path, {"state": run_state(which, strings=False), "config": {"layers": 2}}
-        )
+        state = run_state(which, strings=False)
+        v1.save_checkpointables(path, {"state": state, "config": {"layers": 2}})
 
-    return [
-        _of_jax("pytree", "orbax-v1", pytree),
-        _of_jax("checkpointables", "orbax-v1", checkpointables, "state"),
-    ]
+    by_name = _of_jax("checkpointables", "orbax-v1", checkpointables, "state")
+    return [_of_jax("pytree", "orbax-v1", pytree), by_name]
 
 
 def _flax() -> list[Subject]:
@@ -283,11 +274,9 @@ def _flax() -> list[Subject]:
         file("checkpoint_7")(which, path)
         flax.serialization.MAX_CHUNK_SIZE = usual
 
-    return [
-        _of_jax("run", "flax", file("checkpoint_7")),
-        _of_jax("file", "flax", file("model.msgpack"), "model.msgpack"),
-        _of_jax("chunked", "flax", chunked, "checkpoint_7"),
-    ]
+    by_name = _of_jax("file", "flax", file("model.msgpack"), "model.msgpack")
+    by_chunks = _of_jax("chunked", "flax", chunked, "checkpoint_7")
+    return [_of_jax("run", "flax", file("checkpoint_7")), by_name, by_chunks]
 
 
 def _keep(path: Path, inner: str) -> None:
@@ -295,12 +284,6 @@ def _keep(path: Path, inner: str) -> None:
     (path / inner).rename(aside)
     shutil.rmtree(path)
     aside.rename(path)
-
-
-def _write(folder: Mapping[str, bytes], path: Path) -> None:
-    for name, data in folder.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(data)
 
 
 # Files of torch.save, and folders as transformers wrote them before safetensors.
@@ -320,12 +303,10 @@ _QUANTIZED = ("ct_int4_asymmetric", "gptq_4", "bnb_nf4_double", "fp8_block_32")
 
 def _quantized() -> list[Subject]:
     """Weights that libraries of quantisation wrote, dequantised."""
-    return [_dequantized(Case(f"quantized/{name}")) for name in _QUANTIZED]
-
-
-def _dequantized(case: Case) -> Subject:
-    folder = read_folder(case.path)
-    return Subject(str(case), "safetensors", folder, "", case.options, case.truth(), _same_bits)
+    cases = (Case(f"quantized/{name}") for name in _QUANTIZED)
+    files = [(case, read_folder(case.path)) for case in cases]
+    more = [(str(x), "safetensors", folder, "", x.options, x.truth()) for x, folder in files]
+    return [Subject(*about, _same_bits) for about in more]
 
 
 _ADAPTERS = ("lora", "dora", "experts")

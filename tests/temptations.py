@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import json
 import logging
 import os
@@ -89,26 +88,21 @@ def _is_key(leaf: Any) -> bool:
 
 def result_of(checkpoint: ucp.Checkpoint, tree: Any) -> Result:
     items = frozenset((item.where, item.status) for item in checkpoint.inventory)
-    told = "\n".join(
-        [*checkpoint.notes, *(f"{item.where} {item.reason}" for item in checkpoint.inventory)]
-    )
-    read = frozenset(
-        item.where.partition(":")[0] for item in checkpoint.inventory if not _left_aside(item)
-    )
+    reasons = [f"{item.where} {item.reason}" for item in checkpoint.inventory]
+    told = "\n".join([*checkpoint.notes, *reasons])
+    there = [item.where for item in checkpoint.inventory if not _left_aside(item)]
+    read = frozenset(where.partition(":")[0] for where in there)
     groups = repr([(group.params, group.settings) for group in checkpoint.groups])
     return Result(leaves_of(tree), dict(checkpoint.extras), groups, items, told, read)
 
 
 def _left_aside(item: Any) -> bool:
-    return item.status == "skipped" and bool(
-        re.search("weights_only|asked for|says how", item.reason)
-    )
+    how = re.search("weights_only|asked for|says how", item.reason)
+    return item.status == "skipped" and bool(how)
 
 
 def same_value(got: Any, want: Any) -> bool:
-    """The same bits of the same type and shape; where an array is, on a device or not, is no
-    matter.
-    """
+    """The same bits of the same type and shape, on a device or not."""
     if not hasattr(want, "shape") or not hasattr(got, "shape"):
         return type(got) is type(want) and got == want
     got, want = np.asarray(got), np.asarray(want)
@@ -118,9 +112,8 @@ def same_value(got: Any, want: Any) -> bool:
 def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     found = [f"{name} is not there" for name in want if name not in got]
     found += [f"{name} should not be there" for name in got if name not in want]
-    return found + [
-        f"{name} is other" for name in want if name in got and not same_value(got[name], want[name])
-    ]
+    both = [name for name in want if name in got]
+    return found + [f"{name} is other" for name in both if not same_value(got[name], want[name])]
 
 
 def _rounded(want: Any, got: Any) -> Any:
@@ -307,7 +300,7 @@ class Campaign:
         try:
             found = result_of(checkpoint, restored(checkpoint, one.way))
             outcomes.append(self.compared(one, found, "restore"))
-            if outcomes[-1].kind == "wrong" and one.attempt.small and _can_verify():
+            if outcomes[-1].kind == "wrong" and one.attempt.small:
                 outcomes[-1] = self.in_full(one, checkpoint, outcomes[-1])
         except Exception as error:
             outcomes.append(self.refusal(one.attempt, error, "restore"))
@@ -368,9 +361,8 @@ class Campaign:
         faults = differences(found.leaves, want.leaves)
         kinds = [f"{len(faults)} of {len(want.leaves)} leaves, the first: {x}" for x in faults[:1]]
         if not (one.attempt.options or one.attempt.opened or one.attempt.act):
-            kinds += [
-                f"extra {k}" for k in _different_extras(found.extras, want.extras, one.folder)
-            ]
+            different = _different_extras(found.extras, want.extras, one.folder)
+            kinds += [f"extra {name}" for name in different]
             kinds += ["groups"] * (found.groups != want.groups)
         if kinds:
             if explained := self.explained(one, found, want):
@@ -400,9 +392,8 @@ class Campaign:
 
     @staticmethod
     def is_truth(found: Result, truth: Result, folder: Folder) -> bool:
-        return not differences(found.leaves, truth.leaves) and not _different_extras(
-            found.extras, truth.extras, folder
-        )
+        extras = _different_extras(found.extras, truth.extras, folder)
+        return not differences(found.leaves, truth.leaves) and not extras
 
     def explained(self, one: Try, found: Result, want: Result) -> Outcome | None:
         """What is wrong, if a note tells it, or a class of INVISIBLE says that nothing shows it."""
@@ -426,9 +417,7 @@ class Campaign:
         return self.truth(subject, which, way.weights_only)
 
     def unaccounted(self, one: Try, found: Result, want: Result) -> str:
-        """What the inventory does not have of what it has of the valid checkpoint, and of the
-        files that came to it.
-        """
+        """What the inventory lacks of the valid checkpoint's, and of files that came to it."""
         other = one.attempt.options or one.attempt.opened or one.attempt.also
         if other or one.subject.entry in one.subject.folder:
             return ""
@@ -460,9 +449,7 @@ class Campaign:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Options of `open` as the command line has them. Raises KeyError for one that no subject
-    has.
-    """
+    """Options of `open` as the command line has them; KeyError for one that no subject has."""
     found: list[str] = []
     for name, value in options.items():
         found += {
@@ -477,26 +464,19 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _can_verify() -> bool:
-    return "verify" in inspect.signature(ucp.Checkpoint.restore).parameters
-
-
 def _files(folder: Folder) -> dict[str, bytes]:
     return {name: entry for name, entry in folder.items() if isinstance(entry, bytes)}
 
 
-def _different_extras(
-    found: Mapping[str, Any], want: Mapping[str, Any], folder: Folder
-) -> list[str]:
+Extras = Mapping[str, Any]
+
+
+def _different_extras(found: Extras, want: Extras, folder: Folder) -> list[str]:
     """Extras that are other; those of files that are not there any more are not looked for."""
     there = [name for name in want if any(n.endswith(name) or f"{name}/" in n for n in folder)]
-    return [
-        f"{file}:{name}"
-        for file, values in want.items()
-        if file in there
-        for name, value in values.items()
-        if repr(found.get(file, {}).get(name, "nothing")) != repr(value)
-    ]
+    found_in = [(file, name, value) for file in there for name, value in want[file].items()]
+    got = {(f, name): repr(found.get(f, {}).get(name, "nothing")) for f, name, _ in found_in}
+    return [f"{f}:{name}" for f, name, value in found_in if got[f, name] != repr(value)]
 
 
 _POINTERS = {"latest", "latest_universal", "latest_checkpointed_iteration.txt"}
@@ -545,10 +525,9 @@ def trials(found: Sequence[Subject], only: Sequence[str] = ()) -> Iterator[Trial
     """Every attempt, in an order in which any first part of it is spread over formats and
     mistakes, then over checkpoints. Those that are not asked for are not made.
     """
-    formats = {
-        format: [s for s in found if s.format == format]
-        for format in dict.fromkeys(subject.format for subject in found)
-    }
+    formats: dict[str, list[Subject]] = defaultdict(list)
+    for subject in found:
+        formats[subject.format].append(subject)
     yield from in_turn([
         _of_one_mistake(name, group)
         for group in formats.values()
@@ -615,9 +594,8 @@ class Table:
 
 
 def _row(name: str, counts: Counter[str], width: int) -> str:
-    return f"{name:{width}} {sum(counts.values()):>7}" + "".join(
-        f"{counts[kind]:>12}" for kind in OUTCOMES
-    )
+    cells = [f"{name:{width}} {sum(counts.values()):>7}", *(f"{counts[k]:>12}" for k in OUTCOMES)]
+    return "".join(cells)
 
 
 def run(numbered: Iterable[tuple[int, Trial]], campaign: Campaign, log: Any = None) -> Table:
@@ -643,21 +621,17 @@ def run(numbered: Iterable[tuple[int, Trial]], campaign: Campaign, log: Any = No
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--start", type=int, default=0, help="number of the first attempt")
     parser.add_argument("--all", action="store_true", help="every attempt there is")
     parser.add_argument("--only", type=int, help="number of the one attempt to make")
     parser.add_argument("--format", choices=FORMATS, action="append")
-    parser.add_argument(
-        "--mistake", action="append", default=[], help="one of: " + ", ".join(MISTAKES)
-    )
+    one_of = "one of: " + ", ".join(MISTAKES)
+    parser.add_argument("--mistake", action="append", default=[], help=one_of)
     parser.add_argument("--keep", type=Path, help="with --only: where the folder is kept")
-    parser.add_argument(
-        "--log", type=argparse.FileType("w"), help="a file for a line of JSON about each"
-    )
+    parser.add_argument("--log", type=argparse.FileType("w"), help="a file for a line of JSON each")
     said = parser.parse_args(arguments)
     found = subjects(tuple(said.format or FORMATS))
     start, stop = said.start, None if said.all else said.start + said.count

@@ -21,8 +21,8 @@ DATA = Path(__file__).parent / "data"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "clusters"
 CASES = {
     "DeepSpeed": "deepspeed/tp2_dp2_z1_bf16_swiglu",
-    "Megatron": "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
     "DCP": "torch/dcp_zstd/ckpt",
+    "Megatron": "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
 }
 NOTE = "ucp.conversion.json"
 
@@ -40,12 +40,8 @@ def cluster() -> Iterator[LocalCluster]:
 
 def mpiexec(*command: object, ranks: int = 3) -> str:
     """What so many ranks print. They are stopped when they take too long."""
-    process = subprocess.Popen(
-        [MPIEXEC, "-n", str(ranks), *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([MPIEXEC, "-n", str(ranks), *map(str, command)], **pipes)
     try:
         output, _ = process.communicate(timeout=300)
     finally:

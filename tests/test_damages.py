@@ -16,7 +16,7 @@ from cases import Case
 from damage_rows import PLAIN, RIGHT, ROUNDED, SHOWN, SKIPPED, TABLE, TOLD, UNSEEN, Verdict
 from damages import Damage, with_changes
 from folders import read_folder, write_folder
-from helpers import in_lanes
+from helpers import faults_of, in_lanes
 from jax_ucp.errors import CorruptData, UCPError
 
 SOME, MOST = 5, 6  # files that a pattern names, changes of a row: always the same of many
@@ -50,9 +50,7 @@ def test_a_damage_comes_to_its_verdict(
         shutil.rmtree(tmp_path / str(i))
 
 
-def judge(
-    case: Case, at: Path, changed: list[str], door: str, what: str | type[UCPError], words: str
-) -> None:
+def judge(case: Case, at: Path, changed: list[str], door: str, what: object, words: str) -> None:
     names = [PurePosixPath(name).name for name in changed]
     for word, name in zip(("FILE", "OTHER"), names, strict=False):
         words = words.replace(word, re.escape(name))
@@ -75,7 +73,7 @@ def judge(
             assert all(re.search(f"({words or 'no file'})$", name) for name in changed), changed
         return
     checkpoint = case.open(at, **weights)
-    faults = [fault for _, fault in checkpoint.verify() if fault]
+    faults = faults_of(checkpoint)
     if what == SHOWN:
         assert re.search(words, "\n".join(faults)), faults
         with pytest.raises(CorruptData, match="contradicts itself"):
@@ -98,7 +96,7 @@ def judge(
 
 
 def raise_faults(checkpoint: ucp.Checkpoint) -> None:
-    if faults := [fault for _, fault in checkpoint.verify() if fault]:
+    if faults := faults_of(checkpoint):
         raise CorruptData("\n".join(faults))
 
 
@@ -111,9 +109,7 @@ def refusal_or_faults(case: Case, at: Path, **options: bool) -> str:
     return ""
 
 
-def wrong(
-    case: Case, checkpoint: ucp.Checkpoint, weights: bool = False, rounded: bool = False
-) -> list[str]:
+def wrong(case: Case, checkpoint: ucp.Checkpoint, weights=False, rounded=False) -> list[str]:
     """The labels of arrays that are missing, too many, or not the live ones."""
     want = case.truth()
     if weights:

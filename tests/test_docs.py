@@ -3,8 +3,6 @@
 import inspect
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,44 +10,35 @@ import pytest
 import jax_ucp as ucp
 import tests_map
 from commands import run
+from programs import python
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
 def test_the_example_in_the_readme_prints_what_the_readme_says():
-    program, printed = re.search(
-        r"```python\n(.*?)```\nprints\n```\n(.*?)```", README, re.DOTALL
-    ).groups()
-    out = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert out.returncode == 0, out.stderr
-    assert out.stdout == printed
+    program = re.search(r"```python\n(.*?)```\nprints\n```\n(.*?)```", README, re.DOTALL)
+    program, printed = program.groups()
+    assert python("-c", program, cwd=ROOT) == printed
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_first_command_prints_what_the_page_says(page):
-    command, printed = re.search(
-        r"^jax-ucp (inspect \S+).*?```text\n(.*?)```",
-        (ROOT / page).read_text(),
-        re.DOTALL | re.MULTILINE,
-    ).groups()
+    pattern = r"^jax-ucp (inspect \S+).*?```text\n(.*?)```"
+    found = re.search(pattern, (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    command, printed = found.groups()
     text = run(*command.split()).replace(f"{ROOT}/", "")
     assert text.startswith(printed)
 
 
 def test_the_first_example_script_restores_every_array():
-    command = [sys.executable, "examples/open_deepspeed.py"]
-    out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert out.returncode == 0, out.stderr
-    assert "124 of 124 arrays equal" in out.stdout
-    assert "0 faults" in out.stdout
+    printed = python("examples/open_deepspeed.py", cwd=ROOT)
+    assert "124 of 124 arrays equal" in printed
+    assert "0 faults" in printed
 
 
-ROOMS = sorted(
-    path.name for path in (ROOT / "jax_ucp").iterdir() if (path / "__init__.py").exists()
-)
+FOLDERS = (path for path in (ROOT / "jax_ucp").iterdir() if (path / "__init__.py").exists())
+ROOMS = sorted(path.name for path in FOLDERS)
 ROOMS += ["tree"]
 
 
@@ -97,13 +86,8 @@ def test_every_public_name_is_in_the_reference_as_people_type_it():
 
 
 def test_every_kind_of_error_has_an_entry_that_says_what_to_do():
-    kinds = {
-        name
-        for name, kind in vars(ucp.errors).items()
-        if isinstance(kind, type)
-        and issubclass(kind, Exception)
-        and kind is not ucp.errors.UCPError
-    }
+    classes = {name: kind for name, kind in vars(ucp.errors).items() if isinstance(kind, type)}
+    kinds = {name for name, kind in classes.items() if issubclass(kind, Exception)} - {"UCPError"}
     _, *entries = re.split(r"^## ", (ROOT / "docs" / "faq.md").read_text(), flags=re.MULTILINE)
     assert kinds == set(re.findall(r"`(\w+)`", " ".join(entry.split("\n")[0] for entry in entries)))
     assert all(len(entry.splitlines()) > 1 for entry in entries)

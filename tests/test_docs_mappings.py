@@ -1,6 +1,4 @@
-"""The walk through `docs/mappings.md`, as a new user would go it: its files, its commands, the
-logits at its end.
-"""
+"""The walk through `docs/mappings.md`: its files, its commands, the logits at its end."""
 
 import json
 import re
@@ -45,9 +43,8 @@ def test_the_mapping_that_the_page_ends_with_gives_the_logits_of_the_original(fo
     text = WHOLE.replace("layer embed heads head_dim}", "layer heads head_dim embed}")
     assert text != WHOLE
     Path("right.yaml").write_text(text)
-    assert "20 leaves, 0 faults" in run(
-        "map", "pythia", "--mapping", "right.yaml", "--target", "my_model:tree"
-    )
+    printed = run("map", "pythia", "--mapping", "right.yaml", "--target", "my_model:tree")
+    assert "20 leaves, 0 faults" in printed
     checkpoint = ucp.open("pythia")
     tree = checkpoint.map("right.yaml").restore()["param"]
     config = checkpoint.extras["config.json"]["config"]
@@ -63,11 +60,8 @@ def test_the_conditions_that_the_page_shows_are_conditions():
     (shown,) = re.findall(r"```\n(requires:\n.*?)```", PAGE, re.DOTALL)
     mapping = ucp.Mapping.parse(shown + "leaves: [{param: a, leaf: b}]")
     assert [requirement.name for requirement in mapping.requires] == ["rope", "window"]
-    checks = [
-        *(one.that for one in mapping.requires),
-        'hidden_act in ["silu", "swish"]',
-        "not attention_bias",
-    ]
+    checks = [one.that for one in mapping.requires]
+    checks += ['hidden_act in ["silu", "swish"]', "not attention_bias"]
     for text in (*checks, "not first(tie_word_embeddings, false)"):
         assert text in PAGE
         condition(text)
@@ -83,15 +77,11 @@ def logits(tree, config, tokens):
     layers = tree["layers"]
     x = tree["embed"][tokens].astype(np.float64)
     for i in range(config["num_hidden_layers"]):
-        a = {
-            name: {key: array[i] for key, array in p.items()}
-            for name, p in layers["attention"].items()
-        }
+        own = layers["attention"].items()
+        a = {name: {key: array[i] for key, array in p.items()} for name, p in own}
         h = norm(x, layers["input_norm"]["scale"][i], layers["input_norm"]["bias"][i])
-        q, k, v = (
-            np.einsum("bte,ehd->bthd", h, a[n]["kernel"]) + a[n]["bias"]
-            for n in ("query", "key", "value")
-        )
+        own = (a[name] for name in ("query", "key", "value"))
+        q, k, v = (np.einsum("bte,ehd->bthd", h, p["kernel"]) + p["bias"] for p in own)
         q, k = rotated(q, config), rotated(k, config)
         scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
         scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
@@ -99,9 +89,8 @@ def logits(tree, config, tokens):
         weights /= weights.sum(-1, keepdims=True)
         out = np.einsum("bhts,bshd->bthd", weights, v)
         attended = np.einsum("bthd,hde->bte", out, a["out"]["kernel"]) + a["out"]["bias"]
-        h = norm(
-            x, layers["post_attention_norm"]["scale"][i], layers["post_attention_norm"]["bias"][i]
-        )
+        after = layers["post_attention_norm"]
+        h = norm(x, after["scale"][i], after["bias"][i])
         up = h @ layers["up"]["kernel"][i] + layers["up"]["bias"][i]
         up = up * (1 + np.vectorize(erf)(up / np.sqrt(2))) / 2
         x = x + attended + up @ layers["down"]["kernel"][i] + layers["down"]["bias"][i]

@@ -89,10 +89,8 @@ def test_a_docstring_that_says_otherwise_is_seen():
             TreeMissmatch: never.
         """
 
-    assert wrong(restore) == [
-        "Args are ['mesh'], and it takes ['target', 'mesh']",
-        "there is no TreeMissmatch",
-    ]
+    arguments = "Args are ['mesh'], and it takes ['target', 'mesh']"
+    assert wrong(restore) == [arguments, "there is no TreeMissmatch"]
 
 
 @pytest.mark.fast

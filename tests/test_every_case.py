@@ -32,10 +32,10 @@ from cases import (
     assert_same,
     bits_of,
     every,
-    faults_of,
+    facts,
     flat,
 )
-from helpers import digests, in_lanes, mesh_of, restored_on
+from helpers import digests, faults_of, in_lanes, mesh_of, restored_on
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.protocol import ArraySource, Piece
 from jax_ucp.codecs.torch_file import TorchFile
@@ -73,10 +73,6 @@ MESHES = mesh_of(4, 2), mesh_of(3, 2), mesh_of(1)
 COMPARED = {"buckets_coalesced", "param_groups"}
 # Masters that are kept in two halves, of which `where` names one.
 HALVED = ("legacy_te_precision_aware_bf16", "pa", "pa_full")
-
-
-def folder_of(case: Case) -> Path:
-    return case.path if case.path.is_dir() else case.path.parent
 
 
 def files_of(case: Case) -> list[Path]:
@@ -146,7 +142,8 @@ def test_a_conversion_is_the_live_state_and_reads_little_twice(case, tmp_path):
     them; TensorStore's reads are not seen.
     """
     checkpoint = case.open()
-    with reads_of(folder_of(case)) as counts:
+    folder = case.path if case.path.is_dir() else case.path.parent
+    with reads_of(folder) as counts:
         converted = checkpoint.save(tmp_path / "out")
     for name, count in counts.items():
         again = np.flatnonzero(np.diff(np.concatenate([[0], (count > 1).astype(np.int8), [0]])))
@@ -176,9 +173,8 @@ def test_any_box_is_that_of_the_whole(checkpoint, arrays):
     for label, whole in arrays.items():
         for _ in range(2):
             edges = [np.sort(random.integers(0, n + 1, 2)).tolist() for n in whole.shape]
-            box = Box.spanning(
-                [(a, b) if a < b else (0, n) for (a, b), n in zip(edges, whole.shape, strict=True)]
-            )
+            sides = zip(edges, whole.shape, strict=True)
+            box = Box.spanning([(a, b) if a < b else (0, n) for (a, b), n in sides])
             assert same_bits(checkpoint.read(label, box), whole[box.index]), (label, box)
 
 
@@ -226,13 +222,6 @@ def test_over_a_network_and_by_an_index_it_is_the_same(case, arrays, tmp_path):
             assert again.read(label).tobytes() == arrays[label].tobytes()
 
 
-def facts(checkpoint: ucp.Checkpoint) -> tuple[Any, ...]:
-    """What is known of a checkpoint before any array of it is read."""
-    leaves = [(leaf.label, leaf.kind, leaf.shape, leaf.dtype) for leaf in checkpoint.leaves]
-    said = checkpoint.path, checkpoint.extras, list(checkpoint.notes)
-    return leaves, list(checkpoint.inventory), said
-
-
 # In what files.
 
 
@@ -248,9 +237,8 @@ def test_everything_stored_is_in_the_inventory(case, checkpoint):
         if places & {name, *(parent.as_posix() for parent in Path(name).parents)}:
             continue
         own = {x.removeprefix(f"{name}:") for x in places if x.startswith(f"{name}:")}
-        above = {
-            x.partition(mark)[0] for x in own for mark in ":/"
-        }  # objects, and what is at the top
+        # objects, and what is at the top
+        above = {x.partition(mark)[0] for x in own for mark in ":/"}
         assert own or str(path) in read, name
         if name.removesuffix(".pt") not in own:  # the file is one object
             left = [x for x in named_in(path) if not (own | above) & {x, x.partition("@")[0]}]
@@ -266,17 +254,12 @@ def root_of(checkpoint: ucp.Checkpoint) -> Path:
 def named_in(path: Path) -> list[str]:
     """The tensors in a file, objects, and what is at the top of one of torch.save."""
     if path.suffix == ".distcp":
-        return [
-            f"{fqn}@{x.offset}" for fqn, x in dcp(path.parent)[0].spans() if x.file == path.name
-        ]
+        spans = [(fqn, span) for fqn, span in dcp(path.parent)[0].spans() if span.file == path.name]
+        return [f"{fqn}@{span.offset}" for fqn, span in spans]
     source = tensors_of(path)
     tree = source.tree if isinstance(source, TorchFile) else None
     top = {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
-    empty = {
-        key
-        for key, value in top.items()
-        if value is None or (isinstance(value, dict) and not value)
-    }
+    empty = {k for k, v in top.items() if v is None or (isinstance(v, dict) and not v)}
     return [] if source is None else [*source.arrays(), *(top.keys() - empty - COMPARED)]
 
 
@@ -420,7 +403,7 @@ def test_in_a_bucket_it_is_the_same(kind, store):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_on_azure_it_is_the_same(kind, azure):
-    if is_of_tensorstore(kind):
+    if kind.open().format in ("orbax", "t5x", "zarr folders"):  # read by TensorStore
         with pytest.raises(UnsupportedPath, match="TensorStore"):
             kind.open(uploaded(kind.path, f"{azure.url}/run"))
     else:
@@ -431,10 +414,6 @@ def assert_same_in(store: Store, case: Case) -> None:
     opened = case.open(uploaded(case.path, f"{store.url}/run"))
     assert opened.path.startswith(store.url)
     assert bits_of(opened) == bits_of(case.open())
-
-
-def is_of_tensorstore(case: Case) -> bool:
-    return case.open().format in ("orbax", "t5x", "zarr folders")
 
 
 @pytest.mark.slow

@@ -37,9 +37,7 @@ def elastic_training(tmp_path_factory) -> Iterator[Callable[..., int]]:
         yield main
 
 
-def test_a_run_killed_and_continued_on_three_other_meshes_agrees_with_one_that_was_never_interrupted(
-    elastic_training, capfd
-):
+def test_a_run_killed_and_continued_on_three_other_meshes_agrees_with_one(elastic_training, capfd):
     code, printed = elastic_training(), capfd.readouterr().out
     assert code == 0, printed
     assert printed.count("killed") == 3
@@ -52,7 +50,6 @@ def test_forgetting_the_moments_of_adam_on_restore_makes_the_runs_part(elastic_t
     assert code == 1, printed
     assert len(TABLE_ROW.findall(printed)) == STEPS
     assert "The runs part" in printed
-    spread, largest = (
-        float(re.search(rf"{name}.*: +(\S+)", printed)[1]) for name in ("spread of", "largest")
-    )
+    found = (re.search(rf"{name}.*: +(\S+)", printed) for name in ("spread of", "largest"))
+    spread, largest = (float(one[1]) for one in found)
     assert largest > 1000 * spread

@@ -3,8 +3,6 @@
 import multiprocessing
 import pickle
 import shutil
-import subprocess
-import sys
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from jax_ucp.jobs import work
 from jax_ucp.jobs.work import _portable
 from jax_ucp.tree import Key, Leaf
 from large_sources import SOURCES, STATES, made
+from programs import python
 from test_read_once import files_of, reads_of
 from workers.executor import die_at_write, log_reads
 
@@ -35,11 +34,8 @@ EXECUTORS = "threads", "processes"
 
 @pytest.fixture(scope="module", params=EXECUTORS)
 def executor(request):
-    with (
-        ThreadPoolExecutor(3)
-        if request.param == "threads"
-        else ProcessPoolExecutor(2, mp_context=SPAWN)
-    ) as executor:
+    threads = request.param == "threads"
+    with ThreadPoolExecutor(3) if threads else ProcessPoolExecutor(2, SPAWN) as executor:
         yield executor
 
 
@@ -67,9 +63,8 @@ MET = [
     for k, job in enumerate(TARGETS)
     if (i + j + k) % 2 == 0
 ]
-in_pairs = pytest.mark.parametrize(
-    ("source", "executor", "job"), MET, indirect=["source", "executor"]
-)
+indirect = ["source", "executor"]
+in_pairs = pytest.mark.parametrize(("source", "executor", "job"), MET, indirect=indirect)
 
 
 @in_pairs
@@ -83,9 +78,8 @@ def test_an_executor_writes_the_same_bytes(source, job, executor, tmp_path):
 
 
 def test_what_is_made_of_a_checkpoint_is_sent_as_it_is(executor, tmp_path):
-    checkpoint = ucp.open(DATA / "torch/hf_llama/ckpt").map(
-        "hf-llama-to-tunix", assume=["rope_theta"]
-    )
+    folder = ucp.open(DATA / "torch/hf_llama/ckpt")
+    checkpoint = folder.map("hf-llama-to-tunix", assume=["rope_theta"])
     checkpoint.save(tmp_path / "here")
     checkpoint.save(tmp_path / "there", executor=executor)
     assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
@@ -197,10 +191,8 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_written(tmp_path):
 def test_arrays_in_memory_beyond_a_bound_are_not_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(work, "MAX_MESSAGE_BYTES", 1 << 10)
     made = ucp.Checkpoint.of({"param": {"w": np.ones(1 << 10)}})
-    with (
-        ProcessPoolExecutor(1, mp_context=SPAWN) as processes,
-        pytest.raises(WorkerError, match="arrays in memory among them"),
-    ):
+    refused = pytest.raises(WorkerError, match="arrays in memory among them")
+    with ProcessPoolExecutor(1, mp_context=SPAWN) as processes, refused:
         made.save(tmp_path / "out", executor=processes)
     assert not (tmp_path / "out").exists()
 
@@ -217,9 +209,7 @@ class Counting(ProcessPoolExecutor):
 
 
 @pytest.mark.parametrize("at_once", [16, 1])
-def test_contents_are_sent_with_the_first_tasks_and_to_whoever_lacks_them(
-    at_once, tmp_path, monkeypatch
-):
+def test_contents_are_sent_with_first_tasks_and_to_who_lacks_them(at_once, tmp_path, monkeypatch):
     monkeypatch.setattr(work, "SENT_AT_ONCE", at_once)
     monkeypatch.setattr(work, "TASKS_A_PROCESS", 1)
     monkeypatch.setattr(work, "TASK_BOXES", 1)
@@ -272,10 +262,8 @@ class Lossy(ThreadPoolExecutor):
 def test_what_an_executor_raises_of_itself_is_a_worker_error(keeps, tmp_path):
     memory(STATES).export(tmp_path / "source", "dcp")
     checkpoint = ucp.open(tmp_path / "source")
-    with (
-        Lossy(keeps) as executor,
-        pytest.raises(WorkerError, match="ConnectionResetError: the scheduler is gone"),
-    ):
+    words = "ConnectionResetError: the scheduler is gone"
+    with Lossy(keeps) as executor, pytest.raises(WorkerError, match=words):
         checkpoint.save(tmp_path / "out", executor=executor, budget_bytes=4 << 20)
     assert not (tmp_path / "out" / "ucp.json").exists()
 
@@ -294,10 +282,8 @@ def test_a_source_that_changed_before_a_process_opens_it_is_refused(tmp_path):
     memory(STATES).export(tmp_path / "source", "dcp")
     checkpoint = ucp.open(tmp_path / "source")
     (tmp_path / "source" / ".metadata").touch()
-    with (
-        ProcessPoolExecutor(1, mp_context=SPAWN) as processes,
-        pytest.raises(CorruptData, match="is another checkpoint for this process"),
-    ):
+    refused = pytest.raises(CorruptData, match="is another checkpoint for this process")
+    with ProcessPoolExecutor(1, mp_context=SPAWN) as processes, refused:
         checkpoint.save(tmp_path / "out", executor=processes)
     with pytest.raises(NotACheckpoint):
         ucp.open(tmp_path / "out")
@@ -330,11 +316,8 @@ with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as e
 
 
 def test_processes_that_are_forked_are_refused(tmp_path):
-    command = [
-        sys.executable, "-c", FORKING, str(DATA / "torch/hf_llama/ckpt"), str(tmp_path / "x"),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "get_context('spawn')" in done.stdout
+    printed = python("-c", FORKING, DATA / "torch/hf_llama/ckpt", tmp_path / "x")
+    assert "get_context('spawn')" in printed
     assert not (tmp_path / "x").exists()
 
 

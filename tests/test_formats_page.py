@@ -14,10 +14,8 @@ from jax_ucp.formats.huggingface.quantization import SCHEMES
 
 DOCS = TESTED.parent
 
-LINES = {
-    found[1]: found[0]
-    for found in re.finditer(r"^\| `(\S+/\S+)` \|.*$", TESTED.read_text(), re.MULTILINE)
-}
+FOUND = re.finditer(r"^\| `(\S+/\S+)` \|.*$", TESTED.read_text(), re.MULTILINE)
+LINES = {found[1]: found[0] for found in FOUND}
 
 
 def test_every_case_has_its_line_and_no_other():
@@ -29,9 +27,8 @@ def test_each_line_is_in_the_section_of_its_format():
 
 
 def test_pages_of_formats_are_those_that_the_table_links_to():
-    linked = re.findall(
-        r"^\| \[.*?\]\(formats/(\S+?)\)", (DOCS / "formats.md").read_text(), re.MULTILINE
-    )
+    page = (DOCS / "formats.md").read_text()
+    linked = re.findall(r"^\| \[.*?\]\(formats/(\S+?)\)", page, re.MULTILINE)
     assert set(linked) == {page.name for page in (DOCS / "formats").iterdir()}
 
 

@@ -17,6 +17,7 @@ import pytest
 
 import jax_ucp
 from commands import every_command
+from programs import python
 
 PACKAGE = Path(jax_ucp.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -56,23 +57,14 @@ ALL_FORMATS = {room for room in ROOMS if room.partition(".")[0] == "formats"}
 BESIDE = {room: {"sharding"} for room in ALL_FORMATS}
 BESIDE |= {room: ALL_FORMATS for room in ("sharding", "optimizers", "handler")}
 BELOW = {room: {*ROOMS[: ROOMS.index(room)]} - BESIDE.get(room, set()) for room in ROOMS}
-BELOW |= {
-    room: BELOW[room] - {*FOLDERS} - BESIDE[room] | CONTAINED.get(room, set()) for room in FOLDERS
-}
+for room in FOLDERS:
+    BELOW[room] = BELOW[room] - {*FOLDERS} - BESIDE[room] | CONTAINED.get(room, set())
 # What rooms do without: integers need no arrays, and nothing but what runs on devices needs JAX.
-OUTSIDE = {
-    room: {"jax", "tensorstore", "numpy"}
-    for room in ("layout", "errors", "arguments", "shard_spec")
-}
-OUTSIDE |= {
-    "mapping": {"jax", "tensorstore"},
-    "tree": {"jax", "tensorstore"},
-    "export": {"jax", "tensorstore"},
-}
-OUTSIDE |= {
-    room: {"jax"}
-    for room in ("files", "arrays", "jobs", "universal", "codecs", "states", *ALL_FORMATS)
-}
+DECIDE = ("layout", "errors", "arguments", "shard_spec")
+OUTSIDE = {room: {"jax", "tensorstore", "numpy"} for room in DECIDE}
+OUTSIDE |= {room: {"jax", "tensorstore"} for room in ("mapping", "tree", "export")}
+READ = ("files", "arrays", "jobs", "universal", "codecs", "states", *ALL_FORMATS)
+OUTSIDE |= {room: {"jax"} for room in READ}
 
 
 def test_every_public_name_is_there_and_what_the_readme_names_is_public():
@@ -89,9 +81,7 @@ def test_every_public_name_is_there_and_what_the_readme_names_is_public():
 
 @functools.cache
 def imports(source: str) -> list[str]:
-    """The modules that a source file imports, inside functions too; but not for type checkers
-    alone.
-    """
+    """The modules that a source file imports, in functions too; not for type checkers alone."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -124,24 +114,17 @@ def upward(files: Mapping[str, str]) -> list[str]:
             inner = room_of(rest)
             if top == "jax_ucp" and inner != room and inner not in BELOW[room]:
                 wrong.append(f"{name} imports {module}")
-            if (
-                top == "torch"
-                or (top == "orbax" and room != "handler")
-                or top in OUTSIDE.get(room, ())
-            ):
+            is_orbax = top == "orbax" and room != "handler"
+            if top == "torch" or is_orbax or top in OUTSIDE.get(room, ()):
                 wrong.append(f"{name} imports {module}")
     return wrong
 
 
 def package() -> dict[str, str]:
-    paths = {
-        path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")
-    }
-    return {
-        name.replace("/", "."): path.read_text()
-        for name, path in paths.items()
-        if name != "__init__"
-    }
+    files = [*PACKAGE.rglob("*.py")]
+    paths = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in files}
+    paths = {name.replace("/", "."): path for name, path in paths.items() if name != "__init__"}
+    return {name: path.read_text() for name, path in paths.items()}
 
 
 def test_imports_point_one_way():
@@ -165,10 +148,7 @@ def test_an_import_that_points_the_other_way_is_seen(module, line):
 def loaded_after(program: str) -> set[str]:
     """The modules in a fresh interpreter after it has run a program."""
     program = textwrap.dedent(program) + "\nimport sys; print(*sys.modules)"
-    out = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
-    )
-    return set(out.stdout.splitlines()[-1].split())
+    return set(python("-c", program).splitlines()[-1].split())
 
 
 def test_importing_the_package_brings_in_neither_torch_nor_anything_slow():
@@ -179,33 +159,25 @@ def test_importing_the_package_brings_in_neither_torch_nor_anything_slow():
 
 
 def test_help_imports_no_command():
-    loaded = loaded_after(
-        "from jax_ucp.cli.main import main; main(['--help'], standalone_mode=False)"
-    )
-    assert {name.removeprefix("jax_ucp.") for name in loaded if name.startswith("jax_ucp.")} == {
-        *("cli", "cli.main", "errors", "garbage", "orbax_import", "text", "version")
-    }
+    program = "from jax_ucp.cli.main import main; main(['--help'], standalone_mode=False)"
+    loaded = loaded_after(program)
+    ours = {name.removeprefix("jax_ucp.") for name in loaded if name.startswith("jax_ucp.")}
+    assert ours == {"cli", "cli.main", "errors", "garbage", "orbax_import", "text", "version"}
     assert not {"jax", "orbax", "tensorstore", "numpy", "rich", "msgspec"} & loaded
 
 
 def test_a_conversion_imports_no_writer_no_page_and_no_bar():
     """Starting is a part of what a command takes."""
     loaded = loaded_after("import jax_ucp.cli.convert")
-    assert (
-        not {
-            *("jax", "rich.progress", "jax_ucp.formats.exporting", "jax_ucp.inspection.page"),
-            *("jax_ucp.formats.megatron.writer", "jax_ucp.formats.peft.merging"),
-        }
-        & loaded
-    )
+    not_needed = {"jax", "rich.progress", "jax_ucp.formats.exporting", "jax_ucp.inspection.page"}
+    not_needed |= {"jax_ucp.formats.megatron.writer", "jax_ucp.formats.peft.merging"}
+    assert not not_needed & loaded
 
 
 def test_every_command_is_in_the_module_of_its_name():
     names = {path.stem for path in (PACKAGE / "cli").glob("*.py") if path.stem != "__init__"}
-    found = {
-        name: vars(importlib.import_module(f"jax_ucp.cli.{name}")).get(name)
-        for name in names - {"main"}
-    }
+    modules = {name: importlib.import_module(f"jax_ucp.cli.{name}") for name in names - {"main"}}
+    found = {name: vars(module).get(name) for name, module in modules.items()}
     commands = {name: each for name, each in found.items() if isinstance(each, click.Command)}
     assert commands == every_command()
     assert all(each.name == name for name, each in commands.items())
@@ -232,9 +204,7 @@ def test_commands_run_where_jax_and_orbax_are_not_installed(tmp_path):
         for command, more in {WITHOUT_JAX}.items():
             assert not main([command, {SAVED!r}, *more], standalone_mode=False), command
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    python("-c", textwrap.dedent(program), cwd=tmp_path)
 
 
 def test_the_documented_install_without_jax_has_every_other_dependency():
@@ -246,9 +216,8 @@ def test_the_documented_install_without_jax_has_every_other_dependency():
 
 
 def test_layout_brings_in_neither_jax_nor_numpy():
-    assert not {"jax", "tensorstore", "numpy", "torch"} & loaded_after(
-        "import jax_ucp.layout.patterns, jax_ucp.layout.blocks"
-    )
+    loaded = loaded_after("import jax_ucp.layout.patterns, jax_ucp.layout.blocks")
+    assert not {"jax", "tensorstore", "numpy", "torch"} & loaded
 
 
 def test_looking_for_modules_sees_one_that_is_there():
@@ -284,9 +253,8 @@ def without_torch(
 ) -> subprocess.CompletedProcess[str]:
     for name in ("torch", *absent):
         (tmp_path / "stub" / name).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "stub" / name / "__init__.py").write_text(
-            f"raise ImportError('{name} is not to be imported')"
-        )
+        text = f"raise ImportError('{name} is not to be imported')"
+        (tmp_path / "stub" / name / "__init__.py").write_text(text)
     paths = os.pathsep.join([str(tmp_path / "stub"), str(PACKAGE.parent)])
     command = [sys.executable, "-c", first + WITHOUT_TORCH, tmp_path, *(DATA / x for x in cases)]
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -314,13 +282,9 @@ def test_the_torch_that_cannot_be_imported_is_in_the_way(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import torch")
     without_torch(tmp_path, "torch/torchsave/trainer.pt")
-    done = subprocess.run(
-        [sys.executable, program],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(tmp_path / "stub")},
-        timeout=60,
-    )
+    how = {"capture_output": True, "text": True, "timeout": 60}
+    env = {"PYTHONPATH": str(tmp_path / "stub")}
+    done = subprocess.run([sys.executable, program], env=env, **how)
     assert "ImportError: torch is not to be imported" in done.stderr
 
 

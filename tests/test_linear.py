@@ -154,9 +154,7 @@ def test_opening_zero_3_is_linear_in_the_ranks(tmp_path):
 
 
 def test_what_64_ranks_of_zero_3_have_alike_is_read_and_kept_once(tmp_path):
-    """What one more parameter costs on each rank: its part, and its name among what is
-    stored.
-    """
+    """What one more parameter costs on each rank: its part, and its name among what is kept."""
     folders = [zero3(tmp_path / str(n), n, 64) for n in (32, 96)]
     ucp.open(folders[0])
     few, many = ([*measured(partial(ucp.open, at))] for at in folders)

@@ -1,6 +1,4 @@
-"""What others do to the files of a save, a conversion, an export or a restore while it is
-running is not overlooked.
-"""
+"""What others do to the files of a save, conversion, export or restore is not overlooked."""
 
 import json
 import os
@@ -21,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import cases
 import jax_ucp as ucp
-from helpers import memory, mesh_of
+from helpers import faults_of, memory, mesh_of
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.export import folder
 from jax_ucp.files import local as directories
@@ -36,9 +34,8 @@ EXPORTS = ("safetensors", "dcp", "deepspeed")
 
 def tree(seed: int, packed: bool = False) -> dict:
     rng = np.random.default_rng(seed)
-    kernel = jax.device_put(
-        rng.random((64, 32), np.float32), NamedSharding(MESH, P("data", "model"))
-    )
+    sharding = NamedSharding(MESH, P("data", "model"))
+    kernel = jax.device_put(rng.random((64, 32), np.float32), sharding)
     small = {f"s{i:04}": rng.random(3, np.float32) for i in range(1000 if packed else 2)}
     return {"kernel": kernel, "small": small, "name": f"run {seed}"}
 
@@ -89,9 +86,7 @@ def after(call: Callable, do: Callable[[], object]) -> Callable:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("what", [*UNDER_A_SAVE, *UNDER_A_PACKED_SAVE])
-def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(
-    tmp_path, monkeypatch, what, asynchronous
-):
+def test_what_disappears_under_a_save_ends_it(tmp_path, monkeypatch, what, asynchronous):
     packed = what in UNDER_A_PACKED_SAVE
     name, happens = (UNDER_A_SAVE | UNDER_A_PACKED_SAVE)[what]
     options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=asynchronous)
@@ -116,9 +111,7 @@ def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(
         save(1)
         with monkeypatch.context() as patched:
             patched.setattr(Commit, "write", meanwhile)
-            with pytest.raises(
-                CorruptData, match=r"(?s)Something else deletes or writes files there"
-            ) as error:
+            with pytest.raises(CorruptData, match=r"(?s)Something else deletes or writes") as error:
                 save(2)
         assert name.partition("/c.")[0].lstrip(".") in str(error.value)
         is_there(1)
@@ -127,9 +120,7 @@ def test_what_disappears_under_a_save_ends_it_and_the_step_before_stays(
 
 
 @pytest.mark.parametrize("happens", [remove, cut, lengthen])
-def test_what_disappears_under_a_conversion_ends_it_and_the_same_call_completes_it(
-    tmp_path, happens
-):
+def test_what_disappears_under_a_conversion_ends_it_and_the_same_call_completes(tmp_path, happens):
     source = memory({"param": {"a": np.arange(6.0), "b": np.ones((3, 4), np.float32)}})
 
     def meanwhile(block):
@@ -141,7 +132,7 @@ def test_what_disappears_under_a_conversion_ends_it_and_the_same_call_completes_
     with pytest.raises(NotACheckpoint, match="unfinished conversion"):
         ucp.open(tmp_path / "out")
     result = source.save(tmp_path / "out")
-    assert [fault for _, fault in result.verify() if fault] == []
+    assert faults_of(result) == []
     np.testing.assert_array_equal(result.read("param/a"), np.arange(6.0))
 
 
@@ -151,9 +142,7 @@ def add(path: Path) -> None:
 
 @pytest.mark.parametrize("happens", [remove, cut, lengthen, add])
 @pytest.mark.parametrize("format", EXPORTS)
-def test_what_happens_to_the_files_of_an_export_ends_it_and_nothing_is_there(
-    tmp_path, monkeypatch, format, happens
-):
+def test_what_happens_to_the_files_of_an_export_ends_it(tmp_path, monkeypatch, format, happens):
     source = memory({"param": {"a": np.arange(6.0), "b": np.ones((3, 4), np.float32)}})
 
     def meanwhile():
@@ -161,14 +150,11 @@ def test_what_happens_to_the_files_of_an_export_ends_it_and_nothing_is_there(
 
     with monkeypatch.context() as patched:
         patched.setattr(folder, "complete_files", after(folder.complete_files, meanwhile))
-        with pytest.raises(
-            CorruptData, match=r"(?s)is not as this export wrote it.*Something else"
-        ):
+        with pytest.raises(CorruptData, match=r"(?s)is not as this export wrote it.*Something"):
             source.export(tmp_path / "out", format)
     assert list(tmp_path.iterdir()) == []
-    np.testing.assert_array_equal(
-        source.export(tmp_path / "out", format).read("param/a"), np.arange(6.0)
-    )
+    exported = source.export(tmp_path / "out", format)
+    np.testing.assert_array_equal(exported.read("param/a"), np.arange(6.0))
 
 
 # Sources that change.
@@ -195,15 +181,12 @@ WRITERS: dict[str, Callable[[Path, dict], object]] = {
 
 @pytest.fixture(params=WRITERS)
 def versions(request, tmp_path) -> tuple[Path, Callable[[], object]]:
-    """A checkpoint, and what another program does: it writes the next step over it, with the
-    same names and sizes.
-    """
+    """A checkpoint, and another program that writes the next step over it, of the same size."""
     for seed in (1, 2):
         arrays = {f"w{i}": np.full((128, 128), seed, np.float32) for i in range(8)}
         WRITERS[request.param](tmp_path / f"v{seed}", {"param": arrays})
-    return tmp_path / "v1", lambda: shutil.copytree(
-        tmp_path / "v2", tmp_path / "v1", dirs_exist_ok=True
-    )
+    first, second = tmp_path / "v1", tmp_path / "v2"
+    return first, lambda: shutil.copytree(second, first, dirs_exist_ok=True)
 
 
 def once(do: Callable[[], object]) -> Callable[[object], None]:
@@ -240,21 +223,16 @@ def test_a_source_that_is_written_over_during_an_export_is_not_exported(versions
 @pytest.mark.parametrize("change", ["overwrite", "remove", "replace", "touch"])
 def test_what_a_restore_read_of_files_that_changed_is_not_handed_out(versions, monkeypatch, change):
     source, overwrite = versions
-    file = max(
-        (path for path in source.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
+    files = (path for path in source.rglob("*") if path.is_file())
+    file = max(files, key=lambda path: path.stat().st_size)
 
     def replace():
         """The same bytes, time and size: another file all the same."""
         shutil.copy2(file, source.parent / "copy")
         os.replace(source.parent / "copy", file)
 
-    do = {
-        "overwrite": overwrite,
-        "remove": file.unlink,
-        "replace": replace,
-        "touch": lambda: os.utime(file),
-    }[change]
+    do = {"overwrite": overwrite, "remove": file.unlink, "replace": replace}
+    do = (do | {"touch": lambda: os.utime(file)})[change]
     checkpoint = ucp.open(source)
     monkeypatch.setattr(restoring, "run_restore", after(restoring.run_restore, do))
     with pytest.raises(CorruptData, match=CHANGED):
@@ -264,9 +242,8 @@ def test_what_a_restore_read_of_files_that_changed_is_not_handed_out(versions, m
 def test_an_optimizer_state_of_files_that_changed_is_not_handed_out(tmp_path, monkeypatch):
     from jax_ucp.optimizers import plan as planning
 
-    moments = {
-        name: {"w": np.ones((4, 3), np.float32)} for name in ("param", "exp_avg", "exp_avg_sq")
-    }
+    states = "param", "exp_avg", "exp_avg_sq"
+    moments = {name: {"w": np.ones((4, 3), np.float32)} for name in states}
     memory({**moments, "step": {"w": np.float32([5]).reshape(())}}).export(tmp_path / "v1", "dcp")
     params = {"w": jax.device_put(moments["param"]["w"], NamedSharding(MESH, P()))}
     plan = ucp.open(tmp_path / "v1").plan_optimizer(optax.adam(1e-3), params)
@@ -298,9 +275,8 @@ def test_what_lies_beside_a_source_may_change(tmp_path):
 
     source = ucp.open(tmp_path / "run")
     result = source.save(tmp_path / "out", progress=once(lambda: train(None)))
-    assert (
-        result.leaves == ucp.open(tmp_path / "run" / "global_step5").save(tmp_path / "again").leaves
-    )
+    again = ucp.open(tmp_path / "run" / "global_step5").save(tmp_path / "again")
+    assert result.leaves == again.leaves
 
 
 # A copy that is taken up.
@@ -321,13 +297,9 @@ def stopped(source: ucp.Checkpoint, target: Path, after_blocks: int) -> None:
 
 @pytest.fixture
 def half(tmp_path) -> tuple[ucp.Checkpoint, Path]:
-    """A conversion that was stopped with all its blocks on disk and in the ledger, but for the
-    last.
-    """
-    arrays = {
-        name: np.random.default_rng(list(name.encode())).random((40, 50), np.float32)
-        for name in "abcd"
-    }
+    """A stopped conversion with all its blocks on disk and in the ledger, but for the last."""
+    rngs = {name: np.random.default_rng(list(name.encode())) for name in "abcd"}
+    arrays = {name: rng.random((40, 50), np.float32) for name, rng in rngs.items()}
     memory({"param": arrays}).export(tmp_path / "source", "safetensors")
     stopped(ucp.open(tmp_path / "source"), tmp_path / "out", 4)
     assert len((tmp_path / "out" / LEDGER_FILE).read_bytes().splitlines()) == 5
@@ -344,17 +316,14 @@ def exchange(out: Path) -> None:
 
 def relabel(out: Path, what: str) -> None:
     lines = [json.loads(line) for line in (out / LEDGER_FILE).read_text().splitlines()]
-    lines[1]["written"][what], lines[2]["written"][what] = (
-        lines[2]["written"][what],
-        lines[1]["written"][what],
-    )
+    one, two = lines[1]["written"], lines[2]["written"]
+    one[what], two[what] = two[what], one[what]
     (out / LEDGER_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def without_crcs(out: Path) -> None:
-    (out / LEDGER_FILE).write_bytes(
-        re.sub(rb'"crcs":"[^"]*"', b'"crcs":""', (out / LEDGER_FILE).read_bytes())
-    )
+    ledger = (out / LEDGER_FILE).read_bytes()
+    (out / LEDGER_FILE).write_bytes(re.sub(rb'"crcs":"[^"]*"', b'"crcs":""', ledger))
 
 
 @pytest.mark.parametrize(
@@ -378,7 +347,7 @@ def test_a_block_that_is_not_as_the_ledger_has_it_is_written_again(half, happens
     source, out = half
     happens(out)
     result = source.save(out)
-    assert [fault for _, fault in result.verify() if fault] == []
+    assert faults_of(result) == []
     assert all(stored.crcs for stored in open_store(out)[0].arrays.values())
     for leaf in source.leaves:
         np.testing.assert_array_equal(result.read(leaf.label), source.read(leaf.label))
@@ -413,32 +382,21 @@ def test_a_ledger_that_is_a_link_is_not_written_through(half, tmp_path):
 
 def test_leaves_whose_names_a_file_system_takes_for_one_are_both_there(tmp_path, monkeypatch):
     below = LocalFiles._below
-    monkeypatch.setattr(
-        LocalFiles,
-        "_below",
-        lambda self, name: below(self, unicodedata.normalize("NFC", name).lower()),
-    )
-    want = {
-        "W": np.ones(4),
-        "w": np.zeros(4),
-        "\xe9": np.full(4, 2.0),
-        "e\u0301": np.full(4, 3.0),
-        "plain": np.ones(2),
-    }
+    folded = lambda self, name: below(self, unicodedata.normalize("NFC", name).lower())  # noqa: E731
+    monkeypatch.setattr(LocalFiles, "_below", folded)
+    want = {"W": np.ones(4), "w": np.zeros(4), "plain": np.ones(2)}
+    want |= {"\xe9": np.full(4, 2.0), "e\u0301": np.full(4, 3.0)}
     ocp.Checkpointer(ucp.CheckpointHandler()).save(tmp_path / "saved", args=ucp.args.Save(want))
     copied = ucp.open(tmp_path / "saved").save(tmp_path / "copied")
     for checkpoint in (ucp.open(tmp_path / "saved"), copied):
-        assert [fault for _, fault in checkpoint.verify() if fault] == []
+        assert faults_of(checkpoint) == []
         found = checkpoint.restore()
-        assert {name: array.tolist() for name, array in found.items()} == {
-            n: a.tolist() for n, a in want.items()
-        }
+        assert found.keys() == want.keys()
+        assert all(found[name].tolist() == array.tolist() for name, array in want.items())
 
 
 class OtherLibc:
-    """A disk that failed once, of which another program was told: handles that were open then
-    hear of it, no others.
-    """
+    """A disk that failed once, as another program was told: open handles hear of it."""
 
     def __init__(self):
         self.failed_at = 0
@@ -462,9 +420,7 @@ JOBS: dict[str, Callable[[ucp.Checkpoint, Path], object]] = {
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_an_error_of_the_disk_that_another_program_was_told_first_ends_a_save(
-    tmp_path, monkeypatch, job
-):
+def test_an_error_of_the_disk_that_another_was_told_first_ends_a_save(tmp_path, monkeypatch, job):
     disk, clock = OtherLibc(), iter(range(1, 1 << 30))
     source = memory({"param": {"a": np.arange(6.0)}})
     born.clear()

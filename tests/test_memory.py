@@ -1,14 +1,11 @@
-"""What a save and a restore hold beside the state: a process of its own each, its peak counted
-by the kernel.
-"""
+"""What a save and a restore hold beside the state: their peaks, counted by the kernel."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from programs import python
 
 ROOT = Path(__file__).parent.parent
 BUDGET_MIB, BEYOND_MIB = 16, 64
@@ -17,42 +14,25 @@ MIB = 144
 
 
 # CPU devices taken for devices with a memory of their own.
-ACCELERATOR = (
-    "from jax_ucp.sharding.output_buffers import ReadRequest; ReadRequest.in_place = False"
-)
+ACCELERATOR = "from jax_ucp.sharding.output_buffers import ReadRequest as R; R.in_place = False"
 
 
 def measured(before: str = "", **request) -> dict:
-    """A state of `count` arrays of `shape`, float32, on 8 devices by rows, saved or restored as
-    is asked.
-    """
+    """A state of `count` float32 arrays on 8 devices by rows, saved or restored as asked."""
     script = f"{before}\nfrom benchmarks.memory_worker import main\nmain({request!r})"
-    command = [sys.executable, "-c", script]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {"PYTHONPATH": str(ROOT)}
     if before:  # the arrays are XLA's then, and malloc must not keep what they give back
         env["MALLOC_MMAP_THRESHOLD_"] = "1000000"
-    done = subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(python("-c", script, env=env, cwd=ROOT).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def one_array(tmp_path_factory) -> dict:
     """A request for a state of one large array, which is saved; and what its save took."""
-    request = {
-        "path": str(tmp_path_factory.mktemp("memory") / "one"),
-        "shape": [6144, 6144],
-        "count": 1,
-        "times": 1,
-    }
-    request |= {
-        "peer": "jax_ucp",
-        "budget": BUDGET_MIB << 20,
-        "onto": "columns",
-        "dtype": "float32",
-    }
+    path = str(tmp_path_factory.mktemp("memory") / "one")
+    request = {"path": path, "shape": [6144, 6144], "count": 1, "times": 1}
+    request |= {"peer": "jax_ucp", "budget": BUDGET_MIB << 20}
+    request |= {"onto": "columns", "dtype": "float32"}
     return request | {"took": measured(**request, do="save")}
 
 
@@ -69,13 +49,8 @@ def test_a_restore_holds_its_arrays_and_the_budget(one_array, dtype, result_mib,
 
 
 def test_arrays_that_are_released_are_given_back(tmp_path):
-    request = {
-        "path": str(tmp_path / "many"),
-        "shape": [2048, 2048],
-        "count": 8,
-        "peer": "jax_ucp",
-        "dtype": "float32",
-    }
+    request = {"path": str(tmp_path / "many"), "shape": [2048, 2048], "count": 8}
+    request |= {"peer": "jax_ucp", "dtype": "float32"}
     request |= {"budget": 8 << 20, "onto": "columns"}
     measured(**request, do="save")
     left = measured(**request, do="restore", times=12)["left_mib"]

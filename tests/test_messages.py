@@ -39,11 +39,8 @@ Arrays = dict[str, np.ndarray]
 def copied(case: str, folder: Path) -> Path:
     """The folder of one save of a case, copied."""
     Case(case).copied(folder)
-    inner = [
-        path
-        for path in folder.iterdir()
-        if path.is_dir() and path.name.startswith(("global_step", "iter_"))
-    ]
+    folders = [path for path in folder.iterdir() if path.is_dir()]
+    inner = [path for path in folders if path.name.startswith(("global_step", "iter_"))]
     return inner[0] if inner else folder
 
 
@@ -52,20 +49,16 @@ def arrays(checkpoint: ucp.Checkpoint) -> Arrays:
 
 
 def same(found: Arrays, want: Arrays) -> bool:
-    return found.keys() == want.keys() and all(
-        same_bits(found[label], array) for label, array in want.items()
-    )
+    alike = (same_bits(found[label], array) for label, array in want.items() if label in found)
+    return found.keys() == want.keys() and all(alike)
 
 
 def rounded(found: Arrays, want: Arrays) -> bool:
     """Whether the weights are those wanted, in the dtype in which they are."""
-    alike = {
-        label: array.astype(found[label].dtype) for label, array in want.items() if label in found
-    }
-    return (
-        same(found, alike)
-        and {label for label in want if label.startswith(("param/", "buffer/"))} == found.keys()
-    )
+    there = {label: array for label, array in want.items() if label in found}
+    alike = {label: array.astype(found[label].dtype) for label, array in there.items()}
+    weights = {label for label in want if label.startswith(("param/", "buffer/"))}
+    return same(found, alike) and weights == found.keys()
 
 
 @dataclass
@@ -180,16 +173,12 @@ def set_info(**more: Any) -> Callable[[Any], None]:
 
 def rules_of(case: str) -> str:
     """A spec with one rule for each parameter, by what the case says of how it was cut."""
-    kinds = {
-        "vocab": {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}},
-        "replicated": "replicated",
-        "column": {"sharded": 0},
-        "row": {"sharded": 1},
-    }
+    padded = {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}}
+    kinds = {"vocab": padded, "replicated": "replicated"}
+    kinds |= {"column": {"sharded": 0}, "row": {"sharded": 1}}
     params = Case(case).about["parameters"]
-    return json.dumps(
-        {"shards": [{"param": p["name"], "pattern": kinds[p["layout"]["kind"]]} for p in params]}
-    )
+    shards = [{"param": p["name"], "pattern": kinds[p["layout"]["kind"]]} for p in params]
+    return json.dumps({"shards": shards})
 
 
 def by_spec(folder: Path, _: str) -> Arrays:
@@ -211,9 +200,8 @@ def renamed_in(folder: Path, pattern: str, old: str, new: str) -> None:
     """A text of the pickles of files is another."""
     texts = [b"X" + len(text).to_bytes(4, "little") + text.encode() for text in (old, new)]
     for path in folder.glob(pattern):
-        rewrite(
-            path, lambda name, data: data.replace(*texts) if name.endswith("data.pkl") else data
-        )
+        other = lambda name, data: data.replace(*texts) if name.endswith("data.pkl") else data  # noqa: E731
+        rewrite(path, other)
 
 
 OWN, PLAIN = "decoder.layers.1.mlp.gate_proj.weight", "decoder.layers.1.mlp.linear_fc1.weight"
@@ -225,11 +213,8 @@ def with_a_module_of_its_own(folder: Path) -> None:
 
 def by_a_rule_more(folder: Path, _: str) -> Arrays:
     spec = folder / "mine.yaml"
-    spec.write_text(
-        yaml.safe_dump(
-            {"extends": "megatron", "shards": [{"param": OWN, "pattern": {"sharded": 0}}]}
-        )
-    )
+    rule = {"param": OWN, "pattern": {"sharded": 0}}
+    spec.write_text(yaml.safe_dump({"extends": "megatron", "shards": [rule]}))
     found = arrays(ucp.open(folder, spec=spec))
     return {label.replace(OWN, PLAIN): array for label, array in found.items()}
 
@@ -237,9 +222,8 @@ def by_a_rule_more(folder: Path, _: str) -> Arrays:
 def without_a_moment(folder: Path) -> None:
     """One tensor of the optimizer has another name in the table of contents."""
     path = folder / ".metadata"
-    old, new = (
-        f"state.{state}.decoder.final_layernorm".encode() for state in ("exp_avg", "exp_zzz")
-    )
+    states = "exp_avg", "exp_zzz"
+    old, new = (f"state.{state}.decoder.final_layernorm".encode() for state in states)
     path.write_bytes(path.read_bytes().replace(old, new))
 
 
@@ -293,10 +277,8 @@ OPTIM, MODEL = "*_optim_states.pt", "*model_states.pt"
 Z1, Z3 = "deepspeed/z1_bf16_dp2", "deepspeed/z3_fp16_dp2_subgroups"
 DP4, TP2 = "deepspeed/z1_fp32_dp4", "deepspeed/tp2_dp2_z1_fp32"
 UNIVERSAL = "deepspeed_universal/tp2_dp1_z1_fp32_gqa"
-LEGACY, RESHARDABLE = (
-    "megatron/legacy_tp2_pp1_bf16",
-    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16",
-)
+LEGACY = "megatron/legacy_tp2_pp1_bf16"
+RESHARDABLE = "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16"
 ALONE = r"weights_only opens"
 
 # fmt: off
@@ -440,9 +422,8 @@ def test_a_refusal_says_what_is_wrong_and_its_remedy_works(name, tmp_path):
     assert re.search("[\\s\\S]*".join(situation.said), message), message
     assert str(tmp_path) in message
     if situation.remedy is None:
-        assert not re.search(r"weights_only|spec=|sizes=|open /", message), (
-            "a remedy that is not followed"
-        )
+        followed = re.search(r"weights_only|spec=|sizes=|open /", message)
+        assert not followed, "a remedy that is not followed"
         return
     found = situation.remedy(folder, message)
     assert found
@@ -496,17 +477,13 @@ def test_quantised_weights_that_are_read_are_sent_there(case):
 
 
 def test_states_of_fused_experts_are_not_sent_to_words_or_lists(tmp_path):
-    """A folder of the Trainer of transformers 5, which trains a layer's experts as one parameter
-    and stores them one by one.
-    """
+    """A Trainer's folder of transformers 5, whose experts are trained as one and stored apart."""
     weights = {f"mlp.experts.{i}.{p}_proj.weight": (3, 4) for i in range(2) for p in ("gate", "up")}
     arrays = {name: np.ones(shape, np.float32) for name, shape in weights.items()}
-    write_safetensors(
-        tmp_path / "model.safetensors", {**arrays, "norm.weight": np.ones(4, np.float32)}
-    )
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "mixtral", "transformers_version": "5.23.0"}'
-    )
+    stored = arrays | {"norm.weight": np.ones(4, np.float32)}
+    write_safetensors(tmp_path / "model.safetensors", stored)
+    config = {"model_type": "mixtral", "transformers_version": "5.23.0"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
     states = [np.ones((2, 6, 4), np.float32), np.ones(4, np.float32)]
     state = {i: {"exp_avg": array, "exp_avg_sq": array} for i, array in enumerate(states)}
@@ -529,9 +506,8 @@ def test_files_that_say_the_same_in_instances_are_of_one_run(tmp_path):
     def as_instances(tree: Any) -> None:
         kind = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
         info = tree["universal_checkpoint_info"]
-        info["parameter_with_sub_params"] = [
-            Instance(kind, said) for said in info["parameter_with_sub_params"]
-        ]
+        parts = [Instance(kind, said) for said in info["parameter_with_sub_params"]]
+        info["parameter_with_sub_params"] = parts
 
     change("mp_rank_*_model_states.pt", as_instances)(folder)
     assert same(arrays(ucp.open(folder)), whole)
@@ -542,20 +518,16 @@ def test_a_mapping_says_where_the_arrays_are_that_it_misses(tmp_path):
     save({"actor": weights, "critic": weights}, tmp_path / "run.pt")
     checkpoint = ucp.open(tmp_path / "run.pt")
     assert any("kept under `other`" in note for note in checkpoint.notes)
-    with pytest.raises(
-        UCPError,
-        match=r"no parameters: a mapping needs them below `param`; 2 are below `other`, and its",
-    ):
+    words = r"no parameters: a mapping needs them below `param`; 2 are below `other`, and its"
+    with pytest.raises(UCPError, match=words):
         checkpoint.map("hf-llama-to-tunix")
 
 
 def test_a_float_of_64_bits_is_rounded_by_the_remedy_that_its_refusal_names(tmp_path):
     save({"w": np.full(2, 1 / 3)}, tmp_path / "run.pt")
     checkpoint = ucp.open(tmp_path / "run.pt")
-    said = (
-        r"w: JAX would make float32 of its float64; set jax_enable_x64, or give a target of float32"
-        r" and cast=True"
-    )
+    remedy = "set jax_enable_x64, or give a target of float32 and cast=True"
+    said = rf"w: JAX would make float32 of its float64; {remedy}"
     with pytest.raises(UCPError, match=said):
         checkpoint.restore(mesh=MESH)
     target = {"param": {"w": jax.ShapeDtypeStruct((2,), np.float32)}}

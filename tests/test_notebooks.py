@@ -20,9 +20,7 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 
 
 def figures(notebook: nbformat.NotebookNode) -> dict[int, list[bytes]]:
-    """The PNG images that each code cell shows, by the cell's position; cells without any are
-    left out.
-    """
+    """The PNG images that each code cell shows, by the cell's position, if it has any."""
     found = {}
     for i, cell in enumerate(notebook.cells):
         data = [output.data for output in cell.get("outputs", ()) if "data" in output]
@@ -52,9 +50,8 @@ def test_a_notebook_runs_to_its_end_and_draws_every_figure_that_it_was_committed
     for image in (image for images in drawn.values() for image in images):
         assert image.startswith(PNG)
         assert len(image) > 10_000, "a figure of a few kilobytes is an empty one"
-    noise = [
-        o for cell in notebook.cells for o in cell.get("outputs", ()) if o.get("name") == "stderr"
-    ]
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    noise = [each for each in outputs if each.get("name") == "stderr"]
     assert not noise, "the cells should warn of nothing"
 
 

@@ -1,6 +1,4 @@
-"""Every option and every path that is given is used, or refused, or a note says that it changed
-nothing.
-"""
+"""Every option and path that is given is used, or refused, or a note says it changed nothing."""
 
 import inspect
 import json
@@ -42,18 +40,16 @@ MESH = mesh_of(4, 2)
 
 @pytest.fixture
 def tree() -> ucp.Checkpoint:
-    moments = {
-        name: {"w": np.ones((8, 4), np.float32)} for name in ("param", "exp_avg", "exp_avg_sq")
-    }
+    states = "param", "exp_avg", "exp_avg_sq"
+    moments = {name: {"w": np.ones((8, 4), np.float32)} for name in states}
     return memory({**moments, "step": {"w": np.float32([3]).reshape(())}})
 
 
 @pytest.fixture(scope="module")
 def universal(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("universal") / "saved"
-    ocp.Checkpointer(ucp.CheckpointHandler()).save(
-        path, args=ucp.args.Save({"w": np.ones((8, 4)), "step": 3})
-    )
+    args = ucp.args.Save({"w": np.ones((8, 4)), "step": 3})
+    ocp.Checkpointer(ucp.CheckpointHandler()).save(path, args=args)
     return path
 
 
@@ -103,9 +99,7 @@ LOCAL_OPTIONS = ["export --optimizer", "--mapping", "--spec", "inspect --mapping
 @pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("door", DOORS)
-def test_a_url_of_no_known_kind_is_refused_at_every_door_and_nothing_is_written(
-    door, url, kind, tmp_path, monkeypatch
-):
+def test_a_url_of_no_known_kind_is_refused_at_every_door(door, url, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnsupportedPath, match="is a URL"):
         DOORS[door](kind(url))
@@ -132,9 +126,7 @@ def test_a_url_is_refused_by_every_command_with_a_true_message(command, url, tmp
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in LOCAL_OPTIONS])
-def test_a_store_that_does_not_answer_is_one_message_and_nothing_is_written(
-    command, tmp_path, monkeypatch
-):
+def test_a_store_that_does_not_answer_is_one_message(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.001)
@@ -161,9 +153,8 @@ def test_home_and_file_urls_are_local_paths(tmp_path, monkeypatch, tree):
     with pytest.raises(UnsupportedPath, match="file://host/x is a URL"):  # of another machine
         ucp.open("file://host/x")
     # A folder that is really called so is given by its absolute path.
-    np.testing.assert_array_equal(
-        tree.save(tmp_path / "s3:" / "x").read("param/w"), tree.read("param/w")
-    )
+    kept = tree.save(tmp_path / "s3:" / "x")
+    np.testing.assert_array_equal(kept.read("param/w"), tree.read("param/w"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a b", "home", "local", "s3:"]
 
 
@@ -248,15 +239,11 @@ shards:
 def test_a_switch_of_a_spec_may_be_off(tmp_path):
     """`when` asks whether something is there: 0 is an answer."""
     parameters = json.loads((DEEPSPEED / "case.json").read_text())["parameters"]
-    kinds = {
-        "vocab": {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}},
-        "replicated": "replicated",
-    }
+    padded = {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}}
+    kinds = {"vocab": padded, "replicated": "replicated"}
     kinds |= {"column": {"sharded": 0}, "row": {"sharded": 1}}
-    rules = [
-        {"param": p["name"], "pattern": kinds[p["layout"]["kind"]], "when": "not gated"}
-        for p in parameters
-    ]
+    patterns = [(p["name"], kinds[p["layout"]["kind"]]) for p in parameters]
+    rules = [{"param": n, "pattern": p, "when": "not gated"} for n, p in patterns]
     (tmp_path / "mine.yaml").write_text(json.dumps({"shards": rules}))
     checkpoint = ucp.open(DEEPSPEED, spec=tmp_path / "mine.yaml", sizes={"vocab": 101, "gated": 0})
     assert len(checkpoint.params) == len(parameters)
@@ -266,12 +253,8 @@ def test_a_spec_may_be_a_python_object():
     patterns = ucp.patterns
     parameters = json.loads((DEEPSPEED / "case.json").read_text())["parameters"]
     column = patterns.Sharded(0)
-    kinds = {
-        "vocab": patterns.Padded(column, 0, 101),
-        "replicated": patterns.Replicated(),
-        "column": column,
-        "row": patterns.Sharded(1),
-    }
+    kinds = {"vocab": patterns.Padded(column, 0, 101), "replicated": patterns.Replicated()}
+    kinds |= {"column": column, "row": patterns.Sharded(1)}
     spec = ucp.Spec.of({p["name"]: kinds[p["layout"]["kind"]] for p in parameters})
     want = ucp.open(DEEPSPEED, sizes={"vocab": 101})
     got = ucp.open(DEEPSPEED, spec=spec)
@@ -283,9 +266,7 @@ def test_a_spec_may_be_a_python_object():
 
 @pytest.mark.parametrize("rules", [{"*.weight": "sharded"}, {"{": ucp.patterns.Unique()}])
 def test_a_spec_of_what_is_no_rule_is_refused(rules):
-    with pytest.raises(
-        SpecError, match=r"is not a pattern; those are in jax_ucp\.patterns|a brace"
-    ):
+    with pytest.raises(SpecError, match=r"is not a pattern; those are in jax_ucp\.pattern|a brace"):
         ucp.Spec.of(rules)
 
 
@@ -336,9 +317,8 @@ def test_a_spec_is_refused_for_a_universal_checkpoint_and_a_step_of_orbax(univer
 @pytest.mark.parametrize("on_conflict", ["master", "copy"])
 def test_a_note_says_where_there_is_nothing_to_believe(path, on_conflict):
     plain, told = ucp.open(path), ucp.open(path, on_conflict=on_conflict)
-    assert [note for note in told.notes if note not in plain.notes] == [
-        f"nothing is stored twice here, so that on_conflict={on_conflict!r} changes nothing"
-    ]
+    unused = f"nothing is stored twice here, so that on_conflict={on_conflict!r} changes nothing"
+    assert [note for note in told.notes if note not in plain.notes] == [unused]
     assert told.leaves == plain.leaves
 
 
@@ -353,9 +333,8 @@ def test_what_is_believed_is_one_of_two():
 @pytest.mark.parametrize("value", ["no", "False", 0, 2, None])
 @pytest.mark.parametrize("name", ["weights_only", "partial", "share_reads", "narrow_integers"])
 def test_a_switch_that_is_neither_true_nor_false_is_refused(name, value):
-    call = (
-        partial(ucp.open, SAFETENSORS) if name == "weights_only" else ucp.open(SAFETENSORS).restore
-    )
+    opened = partial(ucp.open, SAFETENSORS)
+    call = opened if name == "weights_only" else opened().restore
     with pytest.raises(ValueError, match=f"{name}={value!r} should be True or False"):
         call(**{name: value})
 
@@ -467,9 +446,7 @@ def test_what_a_restore_does_not_use_of_rules_and_mesh_is_in_its_notes(universal
     ("dcp",         {"dtype": "bf16"},        "'bf16' is not a floating dtype"),
     ("dcp",         {"dtype": "int8"},        "'int8' is not a floating dtype"),
 ], ids=str)  # fmt: skip
-def test_arguments_of_an_export_that_are_not_for_it_are_refused(
-    format, options, words, tree, tmp_path
-):
+def test_arguments_that_are_not_for_an_export_are_refused(format, options, words, tree, tmp_path):
     with pytest.raises((ValueError, TypeError), match=words):
         tree.plan_export(format, **options)
     with pytest.raises((ValueError, TypeError), match=words):
@@ -478,11 +455,8 @@ def test_arguments_of_an_export_that_are_not_for_it_are_refused(
 
 
 def test_a_note_says_whether_a_dtype_casts_anything(tree):
-    assert (
-        tree.plan_export("dcp", dtype="bfloat16")
-        .notes[0]
-        .startswith("floating parameters are cast to bfloat16")
-    )
+    (note, *_) = tree.plan_export("dcp", dtype="bfloat16").notes
+    assert note.startswith("floating parameters are cast to bfloat16")
     assert tree.plan_export("dcp", dtype="float32").notes[0].startswith("no parameter is cast")
 
 
@@ -670,9 +644,8 @@ def test_what_becomes_of_every_option_is_decided(door):
 
 
 def test_what_becomes_of_every_option_of_every_command_is_decided():
-    found = {
-        name: {option.name for option in each.params} for name, each in every_command().items()
-    }
+    commands = every_command().items()
+    found = {name: {option.name for option in each.params} for name, each in commands}
     assert found == {name: set(options) for name, options in COMMAND_TABLE.items()}
 
 

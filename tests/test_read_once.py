@@ -35,20 +35,19 @@ def reads_of(folder: Path) -> Iterator[dict[str, np.ndarray]]:
             count[at : at + length] += 1
         return length
 
+    def pread(handle: int, size: int, at: int) -> bytes:
+        room = bytearray(size)
+        return bytes(room[: os.preadv(handle, [memoryview(room)], at)])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", counted)
-        patch.setattr(os, "pread", lambda handle, size, at: _pread(handle, size, at))
+        patch.setattr(os, "pread", pread)
         yield counts
 
 
 def files_of(source: Path) -> list[Path]:
     below = [path for path in source.rglob("*") if path.is_file()]
     return [source] if source.is_file() else below
-
-
-def _pread(handle: int, size: int, at: int) -> bytes:
-    room = bytearray(size)
-    return bytes(room[: os.preadv(handle, [memoryview(room)], at)])
 
 
 TARGETS: dict[str, Callable[[ucp.Checkpoint, Path], object]] = {
@@ -133,12 +132,8 @@ def _read_by_tensorstore() -> int:
 
 
 @pytest.mark.parametrize("job", ["convert", "export dcp"])
-def test_a_bit_that_flipped_in_any_file_of_tensors_is_found_by_that_one_reading(
-    source, job, tmp_path
-):
-    """Two fifths into the largest files; of safetensors, which have no checksum, nothing can say
-    it.
-    """
+def test_a_bit_that_flipped_in_any_file_of_tensors_is_found_by_one_reading(source, job, tmp_path):
+    """Two fifths into the largest files; of safetensors, without checksum, nothing says it."""
     copied = tmp_path / "source"
     (shutil.copy if source.is_file() else shutil.copytree)(source, copied)
     tensors = [path for path in files_of(copied) if path.stat().st_size > 1 << 14]

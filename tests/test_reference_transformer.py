@@ -39,9 +39,8 @@ def megatron_config(model):
         "add_bias_linear",
     )
     every = model["moe_layer_freq"]
-    chosen = (
-        every if isinstance(every, list) else [i % every == 0 for i in range(model["num_layers"])]
-    )
+    listed = isinstance(every, list)
+    chosen = every if listed else [i % every == 0 for i in range(model["num_layers"])]
     return Config(
         vocab=model["vocab_size"],
         embed=model["hidden_size"],
@@ -69,9 +68,8 @@ def megatron_config(model):
 
 
 # Of those that a generator of tests/generators wrote no logits are kept.
-WITH_LOGITS = [
-    c for c in names_of("megatron") if "activation" in Case(f"megatron/{c}").about["model"]
-]
+NAMES = names_of("megatron")
+WITH_LOGITS = [c for c in NAMES if "activation" in Case(f"megatron/{c}").about["model"]]
 
 
 @pytest.mark.parametrize("case", WITH_LOGITS)
@@ -80,13 +78,11 @@ def test_a_megatron_checkpoint_gives_the_logits_of_its_weights_and_other_heads_d
     about = live.about["model"]
     # its optimizer is refused; it is fp32, so that its weights are the masters
     checkpoint = live.open(weights_only=case == CORRUPTED)
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: Transformer(megatron_config(about), rngs=nnx.Rngs(0)))
-    )
+    model = nnx.eval_shape(lambda: Transformer(megatron_config(about), rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
     target = {"param": resume.sharded(nnx.to_pure_dict(state), MESH)}
-    params = checkpoint.map("megatron-gpt-to-reference").restore(target, partial=True, cast=True)[
-        "param"
-    ]
+    mapped = checkpoint.map("megatron-gpt-to-reference")
+    params = mapped.restore(target, partial=True, cast=True)["param"]
     measured = live.measured()
     tokens, want = jnp.asarray(measured["tokens"]), measured["logits_ref"]
     logits = jax.jit(lambda params: nnx.merge(graph, params)(tokens)[0])
@@ -97,20 +93,15 @@ def test_a_megatron_checkpoint_gives_the_logits_of_its_weights_and_other_heads_d
 
 
 def mapping_of(about):
-    """The shipped mapping, with the names that pipelines and models of transformers' style have
-    instead.
-    """
+    """The shipped mapping, with the names that pipelines and transformers' models have."""
     if about["model"]["kind"] == "hf":
         return ucp.Mapping.load(DATA / "mappings" / "hf-style-to-reference.yaml")
     rules = ucp.Mapping.load(resume.MAPPING)
     if about["parallel"]["pp"] == 1:
         return rules
     last, tied = about["model"]["layers"] + 1, about["model"]["tied"]
-    names = {
-        "layers.{layer}.": "{layer+1}.",
-        "final_layernorm.": f"{last}.",
-        '"head.': f'"{last + 1}.',
-    }
+    names = {"layers.{layer}.": "{layer+1}.", "final_layernorm.": f"{last}."}
+    names['"head.'] = f'"{last + 1}.'
     text = json.dumps(rules.to_dict())
     for old, new in (names | {'"embed.': '"tied_modules.embed.' if tied else '"0.'}).items():
         text = text.replace(old, new)
@@ -128,9 +119,7 @@ def restored(case):
 
 
 def gap(case, change=lambda run: run):
-    """How far the next losses are from torch's from the same state in fp32, of their size; and
-    the losses.
-    """
+    """How far the next losses are from torch's from the same state, of their size; the losses."""
     run, batches, about, live = restored(case)
     losses = np.array(resume.next_losses(change(run), batches))
     return np.abs(losses / about["dense_continuation"].get("losses_fp32", live) - 1).max(), losses
@@ -157,12 +146,8 @@ def test_the_schedule_that_the_checkpoint_says_is_that_of_the_live_run(case):
 
 def changed(tree, end, change):
     """The tree with one thing done to each leaf whose name ends so."""
-    return jax.tree.map_with_path(
-        lambda path, x: (
-            change(x) if jax.tree_util.keystr(path, simple=True, separator="/").endswith(end) else x
-        ),
-        tree,
-    )
+    ends = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").endswith(end)  # noqa: E731
+    return jax.tree.map_with_path(lambda path, x: change(x) if ends(path) else x, tree)
 
 
 def without(moment):
@@ -177,9 +162,8 @@ def without(moment):
 
 
 def one_step_off(run):
-    return dataclasses.replace(
-        run, opt_state=changed(run.opt_state, "count", lambda count: count + 1)
-    )
+    state = changed(run.opt_state, "count", lambda count: count + 1)
+    return dataclasses.replace(run, opt_state=state)
 
 
 def q_and_k_swapped(run):
@@ -190,9 +174,8 @@ def q_and_k_swapped(run):
 
 
 def experts_exchanged(run):
-    return dataclasses.replace(
-        run, params=changed(run.params, "layers/1/mlp/up/kernel", lambda x: x[::-1])
-    )
+    params = changed(run.params, "layers/1/mlp/up/kernel", lambda x: x[::-1])
+    return dataclasses.replace(run, params=params)
 
 
 @pytest.mark.parametrize(

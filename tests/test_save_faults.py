@@ -1,6 +1,4 @@
-"""Two real processes save, and something fails in one of them: both end with an error, and both
-go on.
-"""
+"""Two real processes save, and something fails in one: both end with an error and go on."""
 
 import json
 import re
@@ -10,14 +8,9 @@ import pytest
 from joined import said_by
 
 WAYS = (
-    "v0",
-    "v0 in the background",
-    "v0 without a manager",
-    "v1",
-    "v1 in the background",
-    "v0 in stages",
-    "v1 in stages",
-)
+    "v0", "v0 in the background", "v0 without a manager", "v1", "v1 in the background",
+    "v0 in stages", "v1 in stages",
+)  # fmt: skip
 NO_SPACE = "[Errno 28] No space left on device: 'a file'"
 UNSUPPORTED = (
     "bad is a builtins.object, which is not an array, number, string or None. "
@@ -47,9 +40,7 @@ ELSEWHERE = "process 1 is at another step"
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> list[dict]:
-    """What each process met, by the way of saving and the fault. Those that wait for one another
-    for long are ended.
-    """
+    """What each process met, by the way of saving and the fault; who waits long is ended."""
     saves = tmp_path_factory.mktemp("saves")
     return [json.loads(each) for each in said_by(2, "failing_save.py", saves, seconds=300)]
 
@@ -67,9 +58,7 @@ def test_a_fault_in_one_process_ends_the_save_in_all_by_its_name_and_words(said,
 
 @pytest.mark.parametrize("fault", DISAGREEMENTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_processes_that_would_not_save_the_same_write_nothing_and_both_say_where_they_differ(
-    said, way, fault
-):
+def test_processes_that_would_not_save_the_same_write_nothing_and_say_where(said, way, fault):
     for each in said:
         kind, title, words = each[f"{way}, {fault}"]["error"]
         assert kind == "SaveFailed"

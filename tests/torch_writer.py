@@ -48,9 +48,7 @@ class Size(tuple):
 
 
 class Storage:
-    """`view` is a part of it, (first element, elements), as storages that were views had before
-    torch 0.4.
-    """
+    """`view` is a part of it, (first element, elements), of views before torch 0.4."""
 
     def __init__(self, key: str, array: np.ndarray, view: tuple[int, int] | None = None):
         self.key, self.array, self.view = key, array, view
@@ -60,12 +58,8 @@ class Tensor:
     """A strided view of a storage; an array is pickled as one with a storage of its own."""
 
     def __init__(self, storage: Storage, offset: int, shape: Sequence[int], strides: Sequence[int]):
-        self.storage, self.offset, self.shape, self.strides = (
-            storage,
-            offset,
-            tuple(shape),
-            tuple(strides),
-        )
+        self.storage, self.offset = storage, offset
+        self.shape, self.strides = tuple(shape), tuple(strides)
 
 
 class Pickler(pickle._Pickler):
@@ -144,9 +138,8 @@ def rewrite(path: Path, members: Callable[[str, bytes], bytes]) -> None:
 
 def change(path: Path, values: Mapping[str, Callable[[np.ndarray], None]]) -> None:
     """Change the storages of tensors, by key, in place of what they were."""
-    tensors = {
-        node.key: node for _, node in walk(TorchFile(path).tree) if isinstance(node, StoredTensor)
-    }
+    nodes = [node for _, node in walk(TorchFile(path).tree) if isinstance(node, StoredTensor)]
+    tensors = {node.key: node for node in nodes}
     by_storage = {tensors[key].storage: (tensors[key].dtype, what) for key, what in values.items()}
 
     def changed(name: str, data: bytes) -> bytes:
@@ -188,23 +181,14 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
     save(tree, path)
 
 
-def legacy(
-    tree: Any, protocol: int = 2, magic: int = MAGIC, version: int = 1001, keys: Any = None
-) -> bytes:
-    """The format before torch 1.6: pickles, one after another, and storages; `keys` in place of
-    the right list.
-    """
+def legacy(tree: Any, protocol=2, magic=MAGIC, version=1001, keys: Any = None) -> bytes:
+    """The format before torch 1.6: pickles, then storages; `keys` in place of the right list."""
     pickler = Pickler(data := io.BytesIO(), protocol, legacy=True)
     pickler.dump(tree)
-    about = {
-        "protocol_version": 1001,
-        "little_endian": True,
-        "type_sizes": {"short": 2, "int": 4, "long": 4},
-    }
+    about = {"protocol_version": 1001, "little_endian": True}
+    about["type_sizes"] = {"short": 2, "int": 4, "long": 4}
     head = b"".join(pickle.dumps(value, protocol) for value in (magic, version, about))
     listed = sorted(pickler.storages) if keys is None else keys
-    body = b"".join(
-        storage.array.size.to_bytes(8, "little") + storage.array.tobytes()
-        for _, storage in sorted(pickler.storages.items())
-    )
+    arrays = [storage.array for _, storage in sorted(pickler.storages.items())]
+    body = b"".join(a.size.to_bytes(8, "little") + a.tobytes() for a in arrays)
     return head + data.getvalue() + pickle.dumps(listed, protocol) + body

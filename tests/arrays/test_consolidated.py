@@ -22,9 +22,8 @@ def test_where_goes_through_a_flat_shard_that_is_made_of_shards(shape, before, c
     buffer = np.concatenate([np.full(before, -1, np.int32), want.ravel()])
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(buffer)}), len(buffer)]
     stored = {f"s{i}": buffer[a:b] for i, (a, b) in enumerate(itertools.pairwise(edges))}
-    whole = flat_layouts({"buffer": buffer.shape}, [len(piece) for piece in stored.values()])[
-        "buffer"
-    ]
+    lengths = [len(piece) for piece in stored.values()]
+    whole = flat_layouts({"buffer": buffer.shape}, lengths)["buffer"]
     layout = flat_layouts({"before": (before,), "w": shape}, [len(buffer)])["w"]
     slices = {"buffer": Consolidated(whole, [*stored])}
     view = evaluated(MemoryStore(stored), slices, {"w": Consolidated(layout, ["buffer"])})
@@ -37,9 +36,7 @@ def test_where_goes_through_a_flat_shard_that_is_made_of_shards(shape, before, c
 @given(st.integers(0, 6), st.integers(0, 4), st.integers(0, 4))
 def test_any_box_may_be_empty(row, column, width):
     whole = numbered((6, 4))
-    view = evaluated(
-        MemoryStore({"0": whole[:3], "1": whole[3:]}),
-        {"w": Consolidated(Sharded(0).join([(3, 4)] * 2), ["0", "1"])},
-    )
+    rows = Consolidated(Sharded(0).join([(3, 4)] * 2), ["0", "1"])
+    view = evaluated(MemoryStore({"0": whole[:3], "1": whole[3:]}), {"w": rows})
     box = Box((row, column), (row, min(4, column + width)))
     np.testing.assert_array_equal(view.read("w", box), whole[box.index])

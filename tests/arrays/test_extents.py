@@ -22,9 +22,7 @@ DTYPES = ("float32", "complex64", "int8", "uint16", "float64", "bool")
 
 @st.composite
 def stored(draw):
-    """An array of a file, and what numpy says that it is: a strided view of its bytes, perhaps in
-    the other byte order.
-    """
+    """An array of a file, and what numpy says it is: a strided view of its bytes."""
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
     axes = draw(st.permutations(range(len(shape))))
@@ -44,9 +42,8 @@ def stored(draw):
     strides = [step * dtype.itemsize for step in steps]
     array = np.ndarray(shape, order, data, offset, strides)
     file = StoredFile(PATH, MemoryRange(data), swapped)
-    return array, ExtentTable(
-        {"w": ArrayInfo(shape, dtype)}, {"w": StoredArray(file, offset, tuple(steps))}
-    )
+    stored = StoredArray(file, offset, tuple(steps))
+    return array, ExtentTable({"w": ArrayInfo(shape, dtype)}, {"w": stored})
 
 
 @given(stored(), st.data())
@@ -69,13 +66,9 @@ class Summed(ExtentTable):
     def __init__(self, data: bytes, crc: int):
         self.file, self.region = StoredFile(PATH, MemoryRange(data)), Region("r", 4, 20, crc)
         infos = dict.fromkeys("ab", ArrayInfo((2,), np.dtype(np.float32)))
-        super().__init__(
-            infos,
-            {
-                key: StoredArray(self.file, at, None, self.region, "here")
-                for key, at in (("a", 4), ("b", 12))
-            },
-        )
+        places = {"a": 4, "b": 12}.items()
+        stored = {key: StoredArray(self.file, at, None, self.region, "here") for key, at in places}
+        super().__init__(infos, stored)
 
     def sums(self):
         return [SummedArrays("of a and b", 16, ["a", "b"], ["here"])]
@@ -108,9 +101,7 @@ def test_a_checksum_is_compared_when_all_its_bytes_were_seen(read, is_sound):
 
 
 def test_a_file_that_is_too_short_is_named():
-    table = ExtentTable(
-        {"w": ArrayInfo((9,), np.dtype(np.int8))},
-        {"w": StoredArray(StoredFile(PATH, MemoryRange(bytes(8))), 0)},
-    )
+    stored = StoredArray(StoredFile(PATH, MemoryRange(bytes(8))), 0)
+    table = ExtentTable({"w": ArrayInfo((9,), np.dtype(np.int8))}, {"w": stored})
     with pytest.raises(CorruptData, match=r"/there/x\.bin: bytes 0 to 9"):
         table.read("w", Box.whole((9,)))

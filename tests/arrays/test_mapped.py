@@ -1,6 +1,4 @@
-"""Leaves read through a mapping are what numpy makes of the parameters, whichever box is read,
-and back.
-"""
+"""Leaves read through a mapping are what numpy makes of the parameters, box by box, and back."""
 
 from dataclasses import replace
 
@@ -77,9 +75,8 @@ def want():
         return np.stack([p[name.format(i)] for i in range(LAYERS)], axis)
 
     split = {i: p[f"h.{i}.qkv"].reshape(GROUPS, 4, DIM, EMBED) for i in range(LAYERS)}
-    three = np.stack(np.split(stack("h.{}.c_attn"), 3, axis=2)).reshape(
-        3, LAYERS, EMBED, HEADS, DIM
-    )
+    three = np.split(stack("h.{}.c_attn"), 3, axis=2)
+    three = np.stack(three).reshape(3, LAYERS, EMBED, HEADS, DIM)
     wi = np.concatenate([stack("h.{}.g"), stack("h.{}.u")], axis=1)
     experts = np.stack([stack(f"h.{{}}.e.{j}.w") for j in range(EXPERTS)])
     return {
@@ -113,9 +110,8 @@ def mapped(tree, mapping=MAPPING, **more):
 
 def test_every_leaf_is_what_numpy_makes_of_the_parameters():
     checkpoint = mapped({"param": PARAMS})
-    assert {leaf.label: leaf.shape for leaf in checkpoint.leaves} == {
-        f"param/{k}": a.shape for k, a in WANT.items()
-    }
+    shapes = {leaf.label: leaf.shape for leaf in checkpoint.leaves}
+    assert shapes == {f"param/{name}": array.shape for name, array in WANT.items()}
     for name, array in WANT.items():
         np.testing.assert_array_equal(checkpoint.read(f"param/{name}"), array)
 
@@ -123,28 +119,23 @@ def test_every_leaf_is_what_numpy_makes_of_the_parameters():
 @given(st.sampled_from(sorted(WANT)), st.data())
 def test_reading_any_box_is_slicing_the_whole(name, data):
     box = data.draw(boxes_in(WANT[name].shape))
-    np.testing.assert_array_equal(
-        mapped({"param": PARAMS}).read(f"param/{name}", box), WANT[name][box.index]
-    )
+    got = mapped({"param": PARAMS}).read(f"param/{name}", box)
+    np.testing.assert_array_equal(got, WANT[name][box.index])
 
 
 def test_there_and_back_is_the_identity_for_every_state():
-    tree = {
-        state: {n: a + k for n, a in PARAMS.items()}
-        for k, state in enumerate(("param", "exp_avg", "exp_avg_sq"))
-    }
+    tree = {}
+    for k, state in enumerate(("param", "exp_avg", "exp_avg_sq")):
+        tree[state] = {name: array + k for name, array in PARAMS.items()}
     tree["step"] = {n: np.asarray(7, np.float32) for n in PARAMS}
     forth = mapped(tree)
     for name, array in WANT.items():
         whole = np.pad(np.ones_like(array[:, :11]), ((0, 0), (0, 5))) if name == "embed" else 1
-        np.testing.assert_array_equal(
-            forth.read(f"exp_avg/{name}"), (array + whole).astype(np.float32)
-        )
+        want = (array + whole).astype(np.float32)
+        np.testing.assert_array_equal(forth.read(f"exp_avg/{name}"), want)
         assert forth.read(f"step/{name}") == 7
     back = forth.map(MAPPING.inverse())
-    assert sorted(leaf.label for leaf in back.leaves) == sorted(
-        f"{s}/{n}" for s in tree for n in PARAMS
-    )
+    assert set(back) == {f"{state}/{name}" for state in tree for name in PARAMS}
     for state, arrays in tree.items():
         for name, array in arrays.items():
             np.testing.assert_array_equal(back.read(f"{state}/{name}"), array)
@@ -170,9 +161,8 @@ def test_what_is_stored_in_chunks_gives_the_same_leaves(name, data):
     box = data.draw(boxes_in(WANT[name].shape))
     contents = contents_of({"param": PARAMS})
     checkpoint = Checkpoint(replace(contents, arrays=Chunked(contents.arrays.data)))
-    np.testing.assert_array_equal(
-        checkpoint.map(MAPPING).read(f"param/{name}", box), WANT[name][box.index]
-    )
+    got = checkpoint.map(MAPPING).read(f"param/{name}", box)
+    np.testing.assert_array_equal(got, WANT[name][box.index])
 
 
 @pytest.mark.parametrize(
@@ -183,27 +173,22 @@ def test_boxes_read_into_places_of_any_strides_are_slices_of_the_whole(dtype, na
     boxes = [box for box in data.draw(grids(WANT[name].shape)) if box.size]
     order = data.draw(st.permutations(range(WANT[name].ndim)))
     contents = contents_of({"param": {n: a.astype(dtype) for n, a in PARAMS.items()}})
-    view = (
-        Checkpoint(replace(contents, arrays=store(contents.arrays.data)))
-        .map(MAPPING)
-        ._contents.arrays
-    )
+    apart = Checkpoint(replace(contents, arrays=store(contents.arrays.data)))
+    view = apart.map(MAPPING)._contents.arrays
     places = [np.ones([*(box.shape[i] for i in order), 2], dtype) for box in boxes]
     outs = [place[..., 0].transpose(np.argsort(order)) for place in places]
     view.read_into(f"param.{name.replace('/', '.')}", boxes, outs)
     for box, out, place in zip(boxes, outs, places, strict=True):
-        assert same_bits(
-            np.ascontiguousarray(out), np.ascontiguousarray(WANT[name].astype(dtype)[box.index])
-        )
+        want = WANT[name].astype(dtype)[box.index]
+        assert same_bits(np.ascontiguousarray(out), np.ascontiguousarray(want))
         assert (place[..., 1] == np.ones((), dtype)).all()
 
 
 def test_boxes_that_share_stored_chunks_are_read_chunk_by_chunk():
     contents = contents_of({"param": {f"{i}.w": rng((8, 32), i) for i in range(2)}})
     store = Chunked(contents.arrays.data)
-    rules = Mapping.parse(
-        "sizes: {dim: 2}\nleaves:\n- {param: '{i}.w', axes: (h dim) e, leaf: {w: i e h dim}}"
-    )
+    text = "sizes: {dim: 2}\nleaves:\n- {param: '{i}.w', axes: (h dim) e, leaf: {w: i e h dim}}"
+    rules = Mapping.parse(text)
     stored = replace(contents, arrays=store)
     view = map_contents(stored, states_of(stored), *bound(rules, contents)).arrays
     # each is half of a column of chunks
@@ -211,9 +196,8 @@ def test_boxes_that_share_stored_chunks_are_read_chunk_by_chunk():
     got = read_boxes(view, "param.w", boxes)
     assert all(box.start[1] % 2 == box.stop[1] % 2 == 0 for _, box in store.reads)
     assert sum(box.size for _, box in store.reads) == 2 * 8 * 32
-    whole = np.stack(
-        [a.reshape(4, 2, 32).transpose(2, 0, 1) for a in contents.arrays.data.values()]
-    )
+    arrays = contents.arrays.data.values()
+    whole = np.stack([a.reshape(4, 2, 32).transpose(2, 0, 1) for a in arrays])
     for box, data in zip(boxes, got, strict=True):
         np.testing.assert_array_equal(data, whole[box.index])
 
@@ -231,14 +215,10 @@ def test_a_device_slice_is_read_straight_out_of_the_shards():
     view = evaluated(shards, {contents.leaves[0].name: whole})
     rule = {"param": "h.{i}.q", "axes": "(heads dim) embed", "leaf": {"q": "i embed heads dim"}}
     rules = Mapping.from_dict({"sizes": {"dim": DIM}, "leaves": [rule]})
-    got = (
-        Checkpoint(replace(contents, arrays=view))
-        .map(rules)
-        .read("param/q", Box((0, 1, 2, 0), (1, 3, 4, 3)))
-    )
-    np.testing.assert_array_equal(
-        got[0], PARAMS["h.0.q"].reshape(4, 3, EMBED).transpose(2, 0, 1)[1:3, 2:4]
-    )
+    box = Box((0, 1, 2, 0), (1, 3, 4, 3))
+    got = Checkpoint(replace(contents, arrays=view)).map(rules).read("param/q", box)
+    want = PARAMS["h.0.q"].reshape(4, 3, EMBED).transpose(2, 0, 1)
+    np.testing.assert_array_equal(got[0], want[1:3, 2:4])
     assert shards.reads == [("rank1", Box((0, 1), (6, 3)))]
 
 
@@ -255,9 +235,8 @@ def test_a_step_that_differs_between_the_parameters_of_a_leaf_is_refused():
     assert [what for what, _ in faults] == ["step/wi"]
 
 
-TIED = Mapping.parse(
-    "leaves:\n- {param: a, axes: x y, tied: {b: y x}, leaf: {w: y x}, cast: float16}"
-)
+RULE = "{param: a, axes: x y, tied: {b: y x}, leaf: {w: y x}, cast: float16}"
+TIED = Mapping.parse(f"leaves:\n- {RULE}")
 
 
 def test_what_is_tied_is_compared_and_either_copy_is_enough():
@@ -306,10 +285,8 @@ def test_a_leaf_with_a_copy_is_compared_on_the_way_back():
 
 def test_a_cast_is_of_the_parameter_alone():
     checkpoint = mapped({"param": {"a": rng((2, 3))}, "exp_avg": {"a": rng((2, 3))}}, TIED)
-    assert {leaf.label: leaf.dtype for leaf in checkpoint.leaves} == {
-        "param/w": "float16",
-        "exp_avg/w": "float32",
-    }
+    dtypes = {leaf.label: leaf.dtype for leaf in checkpoint.leaves}
+    assert dtypes == {"param/w": "float16", "exp_avg/w": "float32"}
 
 
 SCALED = Mapping.parse("leaves:\n- {param: a, leaf: b, scale: 2, add: 1}\n- {param: c, leaf: d}")
@@ -319,7 +296,7 @@ def test_a_scaled_parameter_leaves_its_moments_out_and_says_why():
     tree = {s: {n: rng((4,), k) for n in "ac"} for k, s in enumerate(("param", "exp_avg"))}
     checkpoint = mapped(tree, SCALED)
     np.testing.assert_array_equal(checkpoint.read("param/b"), tree["param"]["a"] * 2 + 1)
-    assert [leaf.label for leaf in checkpoint.leaves] == ["param/b", "param/d", "exp_avg/d"]
+    assert list(checkpoint) == ["param/b", "param/d", "exp_avg/d"]
     assert any("exp_avg/b is left out: b is scaled" in note for note in checkpoint.notes)
     (item,) = checkpoint.inventory
     assert (item.where, item.status) == ("exp_avg/a", "skipped")
@@ -374,9 +351,8 @@ def test_only_the_mapping_that_undoes_another_knows_its_lengths():
 
 def test_an_empty_part_is_nothing():
     rules = Mapping.parse("leaves:\n- {param: {a: x, b: y}, leaf: {w: (x + y)}}")
-    np.testing.assert_array_equal(
-        mapped({"param": {"a": rng((0,)), "b": rng((3,))}}, rules).read("param/w"), rng((3,))
-    )
+    checkpoint = mapped({"param": {"a": rng((0,)), "b": rng((3,))}}, rules)
+    np.testing.assert_array_equal(checkpoint.read("param/w"), rng((3,)))
 
 
 @pytest.mark.parametrize(
@@ -384,9 +360,8 @@ def test_an_empty_part_is_nothing():
 )
 def test_every_dtype_is_moved_bit_for_bit(dtype):
     array = (rng((4, 6)) * 8).astype(getattr(ml_dtypes, dtype, None) or dtype)
-    got = mapped(
-        {"param": {"a": array}}, Mapping.parse("leaves:\n- {param: a, axes: x y, leaf: {b: y x}}")
-    ).read("param/b")
+    rules = Mapping.parse("leaves:\n- {param: a, axes: x y, leaf: {b: y x}}")
+    got = mapped({"param": {"a": array}}, rules).read("param/b")
     assert same_bits(got, np.ascontiguousarray(array.T))
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, boxes_in, cut_by, grids, numbered
+from helpers import MemoryStore, boxes_in, cut_by, faults_of, grids, numbered
 from jax_ucp.arrays import proof
 from jax_ucp.arrays.checks import BoxWatcher, watchers, watching
 from jax_ucp.arrays.contents import Contents
@@ -93,7 +93,7 @@ def verdict(contents: Contents, reads: list[list[Box]], threads: int) -> str:
 
 
 def twice(contents: Contents) -> list[str]:
-    return [fault for _, fault in contents.verify() if fault]
+    return faults_of(contents)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,4 @@
-"""What is read straight into its place equals what is read as a whole, through every view, and
-is read once.
-"""
+"""What is read straight into its place equals what is read as a whole, through every view, once."""
 
 import itertools
 import math
@@ -69,9 +67,8 @@ def test_boxes_read_into_their_places_are_those_of_the_whole(case):
 @given(st.data())
 def test_a_tensor_of_any_strides_reads_into_any_place(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))
-    dtype = data.draw(
-        st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.bool_)])
-    )
+    types = np.float32, ml_dtypes.bfloat16, np.bool_
+    dtype = data.draw(st.sampled_from([np.dtype(each) for each in types]))
     order = data.draw(st.permutations(range(len(shape))))
     array = numbered(shape, np.int32).astype(dtype).transpose(order)
     path = tmp_path_factory.mktemp("strided") / "file.pt"
@@ -125,9 +122,7 @@ def test_what_lies_in_runs_is_read_from_the_files_once_and_no_more(case, monkeyp
     assert sum(read) == needed
 
 
-def cut_of(
-    store: MemoryStore, start: int, shape: tuple[int, ...], transposed: bool = False
-) -> Array:
+def cut_of(store: MemoryStore, start: int, shape: tuple[int, ...], transposed=False) -> Array:
     return cut("past", expressions(store)["w"], start, shape, transposed)
 
 
@@ -162,9 +157,8 @@ def test_a_cut_of_a_tensor_is_the_run_of_its_elements_wherever_it_is_read_to_als
 def test_columns_of_a_layer_of_several_are_read_and_nothing_beside_them():
     store = MemoryStore({"w": numbered((3, 4, 8))})
     view = Evaluated({"layer": cut_of(store, 32, (4, 8))})
-    np.testing.assert_array_equal(
-        view.read("layer", Box((1, 2), (3, 5))), store.data["w"][1, 1:3, 2:5]
-    )
+    got = view.read("layer", Box((1, 2), (3, 5)))
+    np.testing.assert_array_equal(got, store.data["w"][1, 1:3, 2:5])
     assert store.reads == [("w", Box((1, 1, 2), (2, 3, 5)))]
 
 
@@ -179,9 +173,8 @@ def test_a_cut_that_reaches_past_its_tensor_is_refused():
 @given(st.data())
 def test_a_run_of_a_file_fills_a_place_with_gaps_in_row_major_order(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4).map(tuple))
-    dtype = data.draw(
-        st.sampled_from([np.dtype(np.int16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int64)])
-    )
+    types = np.int16, ml_dtypes.bfloat16, np.int64
+    dtype = data.draw(st.sampled_from([np.dtype(each) for each in types]))
     file = tmp_path_factory.mktemp("run") / "file"
     want = numbered(shape, np.int16).astype(dtype)
     file.write_bytes(b"before" + want.tobytes())
@@ -196,15 +189,12 @@ def test_a_run_of_a_file_fills_a_place_with_gaps_in_row_major_order(tmp_path_fac
 
 
 @given(st.data())
-def test_neighbours_come_by_one_request_and_what_a_request_leaves_by_the_next(
-    tmp_path_factory, data
-):
+def test_neighbours_come_by_one_request_and_what_it_leaves_by_the_next(tmp_path_factory, data):
     """In any order, with gaps and without, empty ones among them."""
     path = tmp_path_factory.mktemp("neighbours") / "file"
     path.write_bytes(bytes(range(250)))
-    ends = data.draw(
-        st.lists(st.integers(0, 250), min_size=2, max_size=9).map(sorted), label="ends"
-    )
+    edges = st.lists(st.integers(0, 250), min_size=2, max_size=9)
+    ends = data.draw(edges.map(sorted), label="ends")
     runs = list(itertools.pairwise(ends))
     kept = data.draw(st.lists(st.sampled_from(runs), min_size=1, max_size=8), label="reads")
     reads = [RangeRead(_FILE, a, np.zeros(b - a, np.uint8)) for a, b in kept]
@@ -217,9 +207,8 @@ def test_neighbours_come_by_one_request_and_what_a_request_leaves_by_the_next(
 
     with pytest.MonkeyPatch.context() as patch, path.open("rb") as file:
         patch.setattr(os, "preadv", preadv)
-        patch.setattr(
-            pread, "MOST_ARRAYS", data.draw(st.sampled_from([1, 2, 1024]), label="arrays")
-        )
+        most = data.draw(st.sampled_from([1, 2, 1024]), label="arrays")
+        patch.setattr(pread, "MOST_ARRAYS", most)
         pread_into(file.fileno(), reads)
         is_one_request = most > 250 and pread.MOST_ARRAYS > 8
     for read in reads:

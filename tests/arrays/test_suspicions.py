@@ -11,6 +11,7 @@ import jax_ucp as ucp
 from cases import DATA
 from commands import run, run_json
 from dcp_writer import Writer
+from helpers import faults_of
 from jax_ucp.arrays import suspicions
 from jax_ucp.layout.box import Box
 from safetensors_writer import write_safetensors
@@ -58,10 +59,8 @@ def torch_file(folder: Path, steps: Steps) -> Path:
 
 def unpaired(folder: Path, steps: Steps) -> Path:
     """An optimizer of another number of parameters, so that its states stay under numbers."""
-    save(
-        {"model": {**WEIGHTS, "more": np.ones((3, 9), np.float32)}, "optimizer": numbered(steps)},
-        folder / "run.pt",
-    )
+    model = {**WEIGHTS, "more": np.ones((3, 9), np.float32)}
+    save({"model": model, "optimizer": numbered(steps)}, folder / "run.pt")
     return folder / "run.pt"
 
 
@@ -85,7 +84,7 @@ def test_steps_that_differ_are_noted_with_their_parameters_and_equal_ones_are_no
         checkpoint = ucp.open(write(tmp_path / name, steps))
         found = [note for note in checkpoint.notes if STEPS in note]
         assert len(found) == (name == "mixed")
-        assert not [fault for _, fault in checkpoint.verify() if fault]
+        assert faults_of(checkpoint) == []
     (note,) = found
     assert "3 of 2, as " in note
     assert "5 of 2, as " in note
@@ -94,10 +93,8 @@ def test_steps_that_differ_are_noted_with_their_parameters_and_equal_ones_are_no
 def test_the_files_of_each_step_are_named_and_every_command_has_the_note(tmp_path):
     steps = dict(zip(WEIGHTS, (3.0, 3.0, 5.0, 5.0), strict=True))
     folder = dcp(tmp_path, steps)
-    note = (
-        "3 of 2, as optim.state.layers.0.weight.step in __0_0.distcp;"
-        " 5 of 2, as optim.state.layers.2.weight.step in __1_0.distcp"
-    )
+    of = "of 2, as optim.state.layers"
+    note = f"3 {of}.0.weight.step in __0_0.distcp; 5 {of}.2.weight.step in __1_0.distcp"
     assert note in "".join(ucp.open(folder).notes)
     for command in ("inspect", "verify"):
         assert any(note in said for said in run_json(command, folder)["notes"])
@@ -112,7 +109,7 @@ def test_a_step_that_cannot_be_read_is_a_fault_of_verify_and_no_error_of_notes(t
     (folder / "__1_0.distcp").write_bytes(bytes(len(whole)))
     checkpoint = ucp.open(folder)
     assert not [note for note in checkpoint.notes if STEPS in note]
-    assert [fault for _, fault in checkpoint.verify() if fault]
+    assert faults_of(checkpoint)
 
 
 def test_of_many_steps_a_sample_at_even_distances_is_read(tmp_path, monkeypatch):

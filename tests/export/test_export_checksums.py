@@ -11,7 +11,7 @@ import pytest
 import jax_ucp as ucp
 from cases import Case
 from commands import run, run_json
-from helpers import flip_bit, memory
+from helpers import flip_bit, memory, tree_of_files
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.export.files import File, Section, complete_files, create
 from jax_ucp.formats.exporting import EXPORT_FORMATS
@@ -43,11 +43,8 @@ def exported(request, tmp_path_factory) -> Path:
 
 
 def test_every_file_of_an_export_is_listed_with_the_crc_of_its_bytes(exported):
-    files = {
-        path.relative_to(exported).as_posix(): f"{zlib.crc32(path.read_bytes()):08x}"
-        for path in exported.rglob("*")
-        if path.is_file() and path.name != NAME
-    }
+    files = {name: data for name, data in tree_of_files(exported).items() if name != NAME}
+    files = {name: f"{zlib.crc32(data):08x}" for name, data in files.items()}
     assert len(files) > 1
     assert lines_of(exported) == files
     assert faults_of(exported) == []

@@ -1,10 +1,7 @@
 """Exports that are refused, bounded, stopped or killed: what is said, and what is left."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -15,13 +12,14 @@ import pytest
 
 import jax_ucp as ucp
 from commands import invoke, run
-from helpers import MemoryStore, memory
+from helpers import MemoryStore, faults_of, memory, tree_of_files
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.folder import new_folder
 from jax_ucp.tree import Key, Leaf
+from programs import killed
 
 TESTS = Path(__file__).parents[1]
 DATA, WORKERS = TESTS / "data", TESTS / "workers"
@@ -31,12 +29,6 @@ ADAM = {"exp_avg": {"w": np.ones((4, 3), np.float32)}, "step": {"w": np.float32(
 
 def weights(**arrays: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
     return {"param": arrays}
-
-
-def contents_of(root: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
-    }
 
 
 W = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -61,40 +53,31 @@ INT4 = np.ones(3, ml_dtypes.int4)
     ("safetensors", {"other": {"w": W}}, TreeMismatch, "has no parameters"),
     ("dcp", {"exp_avg": {"w": W}}, TreeMismatch, "states of what is not a parameter .*exp_avg of w"),
 ])  # fmt: skip
-def test_what_a_format_cannot_hold_is_named_with_the_remedy_before_anything_is_written(
-    format, tree, error, words, tmp_path
-):
+def test_what_a_format_cannot_hold_is_named_with_the_remedy(format, tree, error, words, tmp_path):
     with pytest.raises(error, match=f"(?s){words}"):
         memory(tree).export(tmp_path / "out", format)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tree_that_is_not_of_parameters_is_refused(tmp_path):
-    leaf = Leaf(
-        (Key("dict", "layers"), Key("list", 0), Key("dict", "w")), "w", "array", (4, 3), "float32"
-    )
+    path = Key("dict", "layers"), Key("list", 0), Key("dict", "w")
+    leaf = Leaf(path, "w", "array", (4, 3), "float32")
     checkpoint = Checkpoint(Contents("memory", "in memory", [leaf], MemoryStore({"w": W})))
     with pytest.raises(TreeMismatch, match=r"the first layers/0/w\. Map the leaves"):
         checkpoint.export(tmp_path / "out", "dcp")
 
 
 def test_an_extra_that_would_run_code_is_left_out_and_named(tmp_path):
-    extras = {
-        "mp_rank_00_model_states.pt": {
-            "x": [{"!record": "os.system", "args": ["true"], "fields": {}}],
-            "y": 1,
-        }
-    }
+    record = {"!record": "os.system", "args": ["true"], "fields": {}}
+    extras = {"mp_rank_00_model_states.pt": {"x": [record], "y": 1}}
     source = memory(weights(w=W), extras)
-    assert any(
-        note.startswith("x of mp_rank_00") and "os.system" in note
-        for note in source.plan_export("deepspeed").notes
-    )
+    notes = source.plan_export("deepspeed").notes
+    assert any(note.startswith("x of mp_rank_00") and "os.system" in note for note in notes)
     source.export(tmp_path / "out", "deepspeed")
     kept = ucp.open(tmp_path / "out").extras["mp_rank_00_model_states.pt"]
     assert kept["y"] == 1
     assert "x" not in kept
-    assert not any(b"system" in data for data in contents_of(tmp_path).values())
+    assert not any(b"system" in data for data in tree_of_files(tmp_path).values())
 
 
 def test_casting_is_done_when_asked_and_said(tmp_path):
@@ -127,9 +110,8 @@ def test_what_is_left_out_is_said():
     assert "round_robin" not in notes
     config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
     source = memory({"param": {"w": W}}, {"mp_rank_00_model_states.pt": {"ds_config": config}})
-    assert "trained with round_robin_gradients: turn it off" in "\n".join(
-        source.plan_export("deepspeed").notes
-    )
+    notes = "\n".join(source.plan_export("deepspeed").notes)
+    assert "trained with round_robin_gradients: turn it off" in notes
 
 
 class Counted(MemoryStore):
@@ -158,29 +140,24 @@ class Counted(MemoryStore):
 def test_no_more_than_the_budget_is_in_memory_whatever_the_size_of_the_checkpoint(format, tmp_path):
     shape = 1500, 700
     arrays = {f"param/{i}": np.full(shape, i, np.float32) for i in range(8)}
-    leaves = [
-        Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", shape, "float32")
-        for n in arrays
-    ]
+    paths = {n: (Key("dict", "param"), Key("dict", n[6:])) for n in arrays}
+    leaves = [Leaf(path, name, "array", shape, "float32") for name, path in paths.items()]
     store, budget = Counted(arrays), 4 << 20
     checkpoint = Checkpoint(Contents("memory", "in memory", leaves, store))
     assert checkpoint.nbytes > 8 * budget
     assert checkpoint.plan_export(format, budget_bytes=budget).peak_bytes <= budget
     written: list[int] = []
-    exported = checkpoint.export(
-        tmp_path / "out", format, budget_bytes=budget, progress=written.append
-    )
+    how = {"budget_bytes": budget, "progress": written.append}
+    exported = checkpoint.export(tmp_path / "out", format, **how)
     assert sum(written) == checkpoint.nbytes
     assert 0 < store.worst <= budget
     for name, array in arrays.items():
         np.testing.assert_array_equal(exported.read(name), array)
-    assert [fault for _, fault in exported.verify() if fault] == []
+    assert faults_of(exported) == []
 
 
 class Inflated(MemoryStore):
-    """Arrays of which any part costs all of them to read; counts reads at once. A read waits for
-    another one, up to `wait_s`.
-    """
+    """Arrays of which any part costs all; counts reads at once, of which one waits for another."""
 
     def __init__(self, data, wait_s):
         super().__init__(data)
@@ -206,14 +183,11 @@ class Inflated(MemoryStore):
 @pytest.mark.parametrize(("budget", "at_once"), [(1 << 20, False), (64 << 20, True)])
 def test_what_is_read_around_a_block_counts_too(budget, at_once, tmp_path):
     arrays = {f"param/{i}": np.full((500, 500), i, np.float32) for i in range(4)}
-    leaves = [
-        Leaf((Key("dict", "param"), Key("dict", n[6:])), n, "array", (500, 500), "float32")
-        for n in arrays
-    ]
+    paths = {n: (Key("dict", "param"), Key("dict", n[6:])) for n in arrays}
+    leaves = [Leaf(path, name, "array", (500, 500), "float32") for name, path in paths.items()]
     store = Inflated(arrays, 60 if at_once else 0.002)
-    Checkpoint(Contents("memory", "in memory", leaves, store)).export(
-        tmp_path / "out", "dcp", budget_bytes=budget
-    )
+    checkpoint = Checkpoint(Contents("memory", "in memory", leaves, store))
+    checkpoint.export(tmp_path / "out", "dcp", budget_bytes=budget)
     assert (store.worst > 1) == at_once
 
 
@@ -221,10 +195,10 @@ def test_a_target_that_is_in_use_is_left_as_it_is(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
     memory(weights(w=W)).export(target, "dcp")  # an empty folder is free
-    before = contents_of(tmp_path)
+    before = tree_of_files(tmp_path)
     with pytest.raises(FileExistsError, match="is in use"):
         memory(weights(w=W)).export(target, "safetensors")
-    assert contents_of(tmp_path) == before
+    assert tree_of_files(tmp_path) == before
     source = ucp.open(target)
     with pytest.raises(FileExistsError, match="lies in the source"):
         source.export(target / "below", "dcp")
@@ -261,10 +235,8 @@ class Failing(MemoryStore):
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp", "deepspeed"])
 def test_an_export_that_fails_leaves_nothing(format, tmp_path):
-    leaves = [
-        Leaf((Key("dict", "param"), Key("dict", n)), f"param/{n}", "array", (4, 3), "float32")
-        for n in "ab"
-    ]
+    paths = {n: (Key("dict", "param"), Key("dict", n)) for n in "ab"}
+    leaves = [Leaf(paths[n], f"param/{n}", "array", (4, 3), "float32") for n in "ab"]
     store = Failing({"param/a": W, "param/b": W})
     with pytest.raises(CorruptData, match="the disk is gone"):
         Checkpoint(Contents("memory", "in memory", leaves, store)).export(tmp_path / "out", format)
@@ -278,25 +250,15 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
     """
     source = tmp_path / "source"
     memory({"param": {"a": W, "b": W + 1}, "exp_avg": {"a": W, "b": W}}).export(source, "dcp")
-    order = {
-        "job": f"export {format}", "root": str(tmp_path), "source": str(source), "times": 0, "seed": 0,
-    }  # fmt: skip
-    one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, str(WORKERS / "killed.py"), json.dumps(order)]
-    done = subprocess.run(
-        command, env=one_thread, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    kills = [(Path(kill["root"]), kill["last"]) for kill in json.loads(done.stdout)]
-    whole = contents_of(tmp_path / "whole" / "out")
+    kills = killed(f"export {format}", tmp_path, source, 0)
+    whole = tree_of_files(tmp_path / "whole" / "out")
     outcomes = set()
     for root, moment in kills:
         there = (root / "out").exists()
         outcomes.add(there)
         if there:
-            assert contents_of(root) == {f"out/{name}": data for name, data in whole.items()}, (
-                moment
-            )
+            want = {f"out/{name}": data for name, data in whole.items()}
+            assert tree_of_files(root) == want, moment
             continue
         # what is left beside it opens only if all of it is there
         for folder in filter(Path.is_dir, root.rglob("*")):
@@ -308,7 +270,7 @@ def test_an_export_killed_at_any_moment_is_whole_or_not_there(format, tmp_path):
             assert all((left.params[n].read() == W + (n == "b")).all() for n in "ab"), moment
         cut = {"max_shard_bytes": 48} if format == "safetensors" else {}
         ucp.open(source).export(root / "out", format, **cut)
-        assert contents_of(root) == {f"out/{name}": data for name, data in whole.items()}, moment
+        assert tree_of_files(root) == {f"out/{name}": data for name, data in whole.items()}, moment
     assert len(kills) > 10
     assert outcomes == {False, True}
 

@@ -1,6 +1,4 @@
-"""Torch's `param_groups` in exports: what an optimizer was told for each parameter is there when
-they are opened.
-"""
+"""Torch's `param_groups` in exports: what an optimizer was told for each parameter."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +25,10 @@ NAMES = ("a.weight", "a.bias", "norm", "head")
 # One source for each way in which groups are stored: by place, by name, by number with names, as
 # ZeRO-0 and ZeRO-3 do.
 CASES = ["deepspeed/z0_fp32_dp2", "deepspeed/z1_fp32_dp2_sgd", "deepspeed/z3_fp16_dp2_subgroups"]
-CASES += [
-    "deepspeed/moe_ep2_dp2_z1_bf16",
-    "deepspeed/z2_bf16_dp2_frozen_tied",
-    "torch/dcp_named_optimizer",
-]
-CASES += [
-    "torch/fsdp2_dp4_uneven",
-    "torch/titan_flat",
-    "deepspeed_universal/z3_bf16_dp2_frozen_tied",
-]
+CASES += ["deepspeed/moe_ep2_dp2_z1_bf16", "deepspeed/z2_bf16_dp2_frozen_tied"]
+CASES += ["torch/dcp_named_optimizer"]
+CASES += ["torch/fsdp2_dp4_uneven", "torch/titan_flat"]
+CASES += ["deepspeed_universal/z3_bf16_dp2_frozen_tied"]
 TARGETS = [("dcp", None), ("deepspeed", 1), ("deepspeed", 3)]
 
 
@@ -61,10 +53,8 @@ SETTINGS = st.dictionaries(
 def told(said: dict[str, dict], moments: bool = True) -> ucp.Checkpoint:
     """A checkpoint of four parameters, of which `said` says what the optimizer was told."""
     states = ("param", "exp_avg") if moments else ("param",)
-    tree = {
-        state: {name: np.full((2, 3), i, np.float32) for i, name in enumerate(NAMES)}
-        for state in states
-    }
+    arrays = [np.full((2, 3), i, np.float32) for i in range(len(NAMES))]
+    tree = {state: dict(zip(NAMES, arrays, strict=True)) for state in states}
     return ucp.Checkpoint(replace(contents_of(tree), groups=groups_of(said)))
 
 
@@ -72,9 +62,8 @@ def told(said: dict[str, dict], moments: bool = True) -> ucp.Checkpoint:
 @given(st.dictionaries(st.sampled_from(NAMES), SETTINGS), st.booleans(), st.sampled_from(TARGETS))
 def test_any_settings_of_any_parameters_come_back(tmp_path_factory, said, moments, target):
     source = told(said, moments)
-    exported = source.export(
-        tmp_path_factory.mktemp("law") / "out", target[0], zero_stage=target[1]
-    )
+    format, stage = target
+    exported = source.export(tmp_path_factory.mktemp("law") / "out", format, zero_stage=stage)
     assert list(exported.groups) == list(source.groups)
 
 
@@ -83,35 +72,29 @@ def test_any_settings_of_any_parameters_come_back(tmp_path_factory, said, moment
 )
 def test_what_nothing_says_is_not_invented(format, instead, tmp_path):
     some = told({"norm": {"lr": 0.1}})
-    (note,) = [
-        note for note in some.plan_export(format).notes if note.startswith("nothing says what")
-    ]
+    notes = some.plan_export(format).notes
+    (note,) = [note for note in notes if note.startswith("nothing says what")]
     assert "told for 3 parameters, the first a.weight" in note
     assert instead in note
     assert list(some.export(tmp_path / "some", format).groups) == [Group(("norm",), {"lr": 0.1})]
     assert list(told({}).export(tmp_path / "none", format).groups) == []
     every = told({name: {"lr": 0.1} for name in NAMES})
-    assert not [
-        note for note in every.plan_export(format).notes if note.startswith("nothing says what")
-    ]
+    notes = every.plan_export(format).notes
+    assert not [note for note in notes if note.startswith("nothing says what")]
 
 
 def test_groups_follow_a_mapping_to_its_names(tmp_path):
     source = ucp.open(DATA / "torch" / "fsdp2_dp4_uneven" / "ckpt")
-    renamed = ucp.Mapping.from_dict(
-        {"leaves": [{"param": name, "leaf": f"my.{name}"} for name in source.params]}
-    )
+    rules = [{"param": name, "leaf": f"my.{name}"} for name in source.params]
+    renamed = ucp.Mapping.from_dict({"leaves": rules})
     exported = source.map(renamed).export(tmp_path / "out", "dcp")
-    want = [
-        Group(tuple(f"my.{name}" for name in group.params), group.settings)
-        for group in source.groups
-    ]
+    mine = [tuple(f"my.{name}" for name in group.params) for group in source.groups]
+    want = [Group(mine[i], group.settings) for i, group in enumerate(source.groups)]
     assert list(exported.groups) == want
     objects = {name: value for some in exported.extras.values() for name, value in some.items()}
     lists = [value for name, value in objects.items() if name.endswith(".params")]
-    assert sorted(name for some in lists for name in some) == sorted(
-        name for group in want for name in group.params
-    )
+    wanted = sorted(name for group in want for name in group.params)
+    assert sorted(name for some in lists for name in some) == wanted
 
 
 def test_a_run_of_jax_keeps_the_groups_of_its_parameters():
@@ -130,22 +113,14 @@ def optimizer_state(folder: Path) -> dict:
     return tree
 
 
-def test_deepspeed_is_given_the_groups_of_its_source_in_their_order_and_more_than_a_run_has(
-    tmp_path,
-):
-    """Two groups alike are one to us; to the loader, which goes by order, the third of the run
-    is the third here.
-    """
-    words = [
-        {"lr": 0.1, "betas": {"!tuple": [0.9, 0.95]}},
-        {"lr": 0.1, "betas": {"!tuple": [0.9, 0.95]}},
-        {"lr": 0.3},
-    ]
+def test_deepspeed_is_given_the_groups_of_its_source_in_order_and_more_than_a_run_has(tmp_path):
+    """Two groups alike are one to us; to the loader, which goes by order, they are two."""
+    alike = {"lr": 0.1, "betas": {"!tuple": [0.9, 0.95]}}
+    words = [alike, {**alike}, {"lr": 0.3}]
     extras = {"bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": {"param_groups": words}}
     alike = {"lr": 0.1, "betas": [0.9, 0.95]}
-    checkpoint = told(
-        {"a.weight": alike, "a.bias": alike, "norm": {"lr": 0.3}, "head": {"lr": 0.3}}
-    )
+    settings = {"a.weight": alike, "a.bias": alike, "norm": {"lr": 0.3}}
+    checkpoint = told(settings | {"head": {"lr": 0.3}})
     contents = replace(checkpoint._contents, extras=extras)
     plan = plan_export(contents, "deepspeed", zero_stage=1)
     run(export_target(contents, plan, file_path(tmp_path / "out")))
@@ -158,12 +133,10 @@ def test_deepspeed_is_given_the_groups_of_its_source_in_their_order_and_more_tha
 
 def test_zero_3_which_takes_the_first_group_for_all_is_given_what_all_agree_on(tmp_path):
     decay = {"a.weight": 0.1, "a.bias": 0.0, "norm": 0.0, "head": 0.1}
-    told({name: {"lr": 0.1, "weight_decay": rate} for name, rate in decay.items()}).export(
-        tmp_path / "out", "deepspeed", zero_stage=3
-    )
-    assert optimizer_state(tmp_path / "out")["optimizer_state_dict"]["param_groups"] == [
-        {"lr": 0.1, "params": []}
-    ]
+    settings = {name: {"lr": 0.1, "weight_decay": rate} for name, rate in decay.items()}
+    told(settings).export(tmp_path / "out", "deepspeed", zero_stage=3)
+    state = optimizer_state(tmp_path / "out")["optimizer_state_dict"]
+    assert state["param_groups"] == [{"lr": 0.1, "params": []}]
 
 
 def test_groups_that_are_written_are_not_said_to_be_left_out():
@@ -177,31 +150,25 @@ def test_groups_that_are_written_are_not_said_to_be_left_out():
 def test_deepspeed_users_are_told_that_the_order_counts():
     source = ucp.open(DATA / "torch" / "fsdp2_tp_2x2" / "ckpt")
     notes = "\n".join(source.plan_export("deepspeed").notes)
-    assert (
-        f"those of the run must begin with {', '.join(group.params[0] for group in source.groups)}"
-        in notes
-    )
+    firsts = ", ".join(group.params[0] for group in source.groups)
+    assert f"those of the run must begin with {firsts}" in notes
     own = ucp.open(DATA / "deepspeed" / "z1_fp32_dp4").plan_export("deepspeed").notes
     assert "must begin with" not in "\n".join(own)
 
 
 def test_no_group_is_written_for_deepspeed_whose_parameters_differ_in_their_step(tmp_path):
-    """Its loader asserts that they do not (`load_hp_checkpoint_state_from_checkpoint_dir`,
-    DeepSpeed 0.19.8).
-    """
+    """Its loader asserts so (`load_hp_checkpoint_state_from_checkpoint_dir`, DeepSpeed 0.19.8)."""
     ones = {name: np.ones(3, np.float32) for name in NAMES}
     steps = {name: np.array(5 + (name == "norm"), np.float32) for name in NAMES}
     contents = contents_of({"param": ones, "exp_avg": ones, "step": steps})
-    apart = ucp.Checkpoint(
-        replace(contents, groups=groups_of({n: {"lr": float(n == "norm")} for n in NAMES}))
-    )
+    groups = groups_of({name: {"lr": float(name == "norm")} for name in NAMES})
+    apart = ucp.Checkpoint(replace(contents, groups=groups))
     both = r".* 5\.0 of head, 6\.0 of norm\nExport"
     with pytest.raises(UnsupportedLeaf, match=f"ZeRO-3 has one step{both} for ZeRO-1 or 2"):
         apart.plan_export("deepspeed", zero_stage=3)
     assert float(apart.export(tmp_path / "apart", "deepspeed", zero_stage=2).read("step/norm")) == 6
-    together = ucp.Checkpoint(
-        replace(contents, groups=groups_of({name: {"lr": 0.1} for name in NAMES}))
-    )
+    groups = groups_of({name: {"lr": 0.1} for name in NAMES})
+    together = ucp.Checkpoint(replace(contents, groups=groups))
     for stage in (1, 2, 3):
         with pytest.raises(UnsupportedLeaf, match=f"no group whose parameters{both} to another"):
             together.plan_export("deepspeed", zero_stage=stage)

@@ -12,7 +12,7 @@ import pytest
 import jax_ucp as ucp
 from cases import Case, arrays_of, assert_same
 from commands import run
-from helpers import in_lanes
+from helpers import faults_of, in_lanes
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.codecs.unpickle import walk
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
@@ -48,11 +48,8 @@ def stored(folder):
 def common(folder):
     """What is in `common.pt`, tensors with their values."""
     file = TorchFile(file_path(str(folder / "common.pt")))
-    numbers = {
-        node.key: file.read(node.key, Box((), ())).item()
-        for _, node in walk(file.tree)
-        if hasattr(node, "storage")
-    }
+    keys = [node.key for _, node in walk(file.tree) if hasattr(node, "storage")]
+    numbers = {key: file.read(key, Box((), ())).item() for key in keys}
     return dict(file.tree), numbers
 
 
@@ -61,9 +58,8 @@ def in_memory(case, step=None):
     tree = {}
     for label, array in arrays_of(Case(case).open(sizes=None)).items():
         state, name = label.split("/")
-        tree.setdefault(state, {})[name] = (
-            np.float32(step) if step is not None and state == "step" else array
-        )
+        is_step = step is not None and state == "step"
+        tree.setdefault(state, {})[name] = np.float32(step) if is_step else array
     return tree
 
 
@@ -72,7 +68,7 @@ def test_what_is_written_is_read_back_with_every_bit(case, tmp_path):
     source = ucp.open(Case(case).path)
     exported = source.export(tmp_path / "run", "megatron")
     assert_same(arrays_of(exported), arrays_of(source))
-    assert [fault for _, fault in exported.verify() if fault] == []
+    assert faults_of(exported) == []
     assert exported.about.step == source.about.step == 3
 
 
@@ -88,9 +84,9 @@ def test_keys_shapes_and_dtypes_are_those_that_megatron_wrote(case, tmp_path):
     asked = {key for key in objects if "_extra_state/" in key}
     assert asked <= others
     if case in SAME:
-        assert json.loads((tmp_path / "run/iter_0000003/metadata.json").read_text()) == json.loads(
-            (own / "metadata.json").read_text()
-        )
+        folders = tmp_path / "run/iter_0000003", own
+        mine, theirs = (json.loads((folder / "metadata.json").read_text()) for folder in folders)
+        assert mine == theirs
 
 
 @pytest.mark.parametrize("case", SAME)
@@ -201,9 +197,8 @@ def test_weights_alone_are_a_release(tmp_path):
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert exported.path.endswith("release")
     made = ucp.Checkpoint.of({"param": in_memory(QWEN3)["param"]})
-    assert "nothing says what the run's arguments are" in " ".join(
-        made.plan_export("megatron").notes
-    )
+    notes = " ".join(made.plan_export("megatron").notes)
+    assert "nothing says what the run's arguments are" in notes
 
 
 def test_rows_that_pad_the_vocabulary_are_zeros_where_they_were_left_out(tmp_path):

@@ -1,6 +1,4 @@
-"""From torch to optax and back: every parameter and every state of the optimizer, bit for bit,
-and by name.
-"""
+"""From torch to optax and back: every parameter and every state, bit for bit, and by name."""
 
 import json
 import re
@@ -16,7 +14,7 @@ import pytest
 import jax_ucp as ucp
 from cases import Case
 from commands import run
-from helpers import differences
+from helpers import differences, faults_of
 from jax_ucp.errors import LayoutError
 from resume_deepspeed import optimizer_of, rows_of, schedule_of, trained_in
 from training_runs import ADAMW, MESH, WRAPPED, run_of, saved, trained, tree_of
@@ -26,9 +24,7 @@ FORMATS = ["dcp", "deepspeed"]
 
 
 def account_is_whole(stored: ucp.Checkpoint, back: ucp.Checkpoint) -> bool:
-    """Whether each stored leaf is in the inventory once, and those that are mapped are what the
-    result is made of.
-    """
+    """Whether each stored leaf is in the inventory once, and the mapped ones make the result."""
     told = [item.where for item in back.inventory if item.where != "ucp.json"]
     arrays = [leaf.name for leaf in stored.leaves if leaf.has_array]
     mapped = {item.where for item in back.inventory if item.status == "mapped"}
@@ -55,7 +51,7 @@ def test_a_run_of_deepspeed_comes_back_out_of_jax(case, tmp_path):
     stored = saved(run_of(mapped, tx, MESH, step=step), tmp_path / "run")
     back = stored.torch_states(tx)
     assert account_is_whole(stored, back)
-    assert [fault for _, fault in back.verify() if fault] == []
+    assert faults_of(back) == []
     for format in FORMATS:
         exported = back.map(rules.inverse(), sizes=sizes).export(tmp_path / format, format)
         assert differences(source, exported) == []
@@ -120,9 +116,7 @@ leaves:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A directory of the user's own, with a training run, the function that made its optimizer,
-    and a mapping.
-    """
+    """A user's directory: a training run, the function that made its optimizer, and a mapping."""
     monkeypatch.chdir(tmp_path)
     name = f"train_{tmp_path.name.replace('-', '_')}"
     Path(f"{name}.py").write_text(PROGRAM)
@@ -149,9 +143,8 @@ def test_one_command_exports_a_run(function, folder):
 ])  # fmt: skip
 def test_an_optimizer_that_is_none_is_refused_without_a_traceback(optimizer, message, folder):
     options = ("--format", "dcp", "--optimizer", optimizer.replace("MODULE", folder))
-    assert message.replace("MODULE", folder) in run(
-        "export", "run/7/default", "out", *options, code=1
-    )
+    text = run("export", "run/7/default", "out", *options, code=1)
+    assert message.replace("MODULE", folder) in text
     assert not Path("out").exists()
 
 
@@ -165,9 +158,8 @@ def test_what_is_told_of_a_run_is_printed_and_labels_are_given_by_name(folder):
     printed = run("export", "other/7/default", "out", *options, "--optimizer", f"{folder}:tx")
     assert "note: 1 arrays that are not parameters are left out, the first ema" in printed
     assert ucp.open("out").read("step/dense.weight").dtype == np.int32
-    assert "--opt-state goes with --optimizer" in run(
-        "export", "other/7/default", "x", *options, code=2
-    )
+    text = run("export", "other/7/default", "x", *options, code=2)
+    assert "--opt-state goes with --optimizer" in text
 
 
 PAGE = (DATA.parent.parent / "docs" / "export.md").read_text()

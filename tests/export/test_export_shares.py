@@ -61,9 +61,7 @@ def test_in_any_order_the_shares_make_what_one_process_makes(case, format, count
     assert written(out) == digests(tmp_path / "whole")
 
 
-def test_of_a_share_that_was_stopped_what_is_on_disk_is_not_written_again(
-    source, tmp_path, monkeypatch
-):
+def test_of_a_stopped_share_what_is_on_disk_is_not_written_again(source, tmp_path, monkeypatch):
     ucp.open(source).export(tmp_path / "whole", "dcp")
     heard = []
 
@@ -76,9 +74,8 @@ def test_of_a_share_that_was_stopped_what_is_on_disk_is_not_written_again(
     with pytest.raises(KeyboardInterrupt):
         ucp.open(source).export_share(tmp_path / "out", "dcp", progress=stop, **how)
     # of what is on disk one byte is changed by something else
-    ledger = (
-        (tmp_path / ".out.partial" / "files" / "ucp-ledger_0_of_1.jsonl").read_text().splitlines()
-    )
+    ledger = tmp_path / ".out.partial" / "files" / "ucp-ledger_0_of_1.jsonl"
+    ledger = ledger.read_text().splitlines()
     boxes = [line.split('"box":"[')[1].split("]")[0].split(":") for line in ledger[1:]]
     done = [int(stop) - int(start) for start, stop in boxes]
     assert len(done) >= 8
@@ -280,6 +277,5 @@ def test_the_command_does_a_share(tmp_path):
     assert '"committed": false' in run("export", source, out, "--worker", "1/2", "--json")
     assert "this share is done" in run("export", source, out, "--worker", "1/2")
     assert '"format": "safetensors"' in run("export", source, out, "--worker", "0/2", "--json")
-    assert "goes with neither" in run(
-        "export", source, out, "--worker", "0/2", "--workers", 2, code=2
-    )
+    text = run("export", source, out, "--worker", "0/2", "--workers", 2, code=2)
+    assert "goes with neither" in text

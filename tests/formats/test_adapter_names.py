@@ -1,17 +1,14 @@
-"""The weights of a base in memory: by rules of transformers, a prefix more or less, experts packed
-or apart, or as they are stored.
-"""
+"""The weights of a base in memory: renamed, with another prefix, packed or apart, or as stored."""
 
 import pytest
 
 from jax_ucp.formats.peft.names import in_memory
 
 LLAVA = [
-    "language_model.model.layers.0.q.weight",
-    "language_model.lm_head.weight",
+    "language_model.model.layers.0.q.weight", "language_model.lm_head.weight",
     "vision_tower.vision_model.layers.0.q.weight",
-    "multi_modal_projector.linear_1.weight",
-]
+]  # fmt: skip
+LLAVA += ["multi_modal_projector.linear_1.weight"]
 
 
 @pytest.mark.parametrize(
@@ -87,11 +84,8 @@ def test_names_are_those_by_which_the_adapter_finds_its_modules(modules, base, m
     assert not memory.apart
 
 
-EACH = {
-    f"model.layers.0.block_sparse_moe.experts.{i}.{one}.weight": (3, 2)
-    for i in range(2)
-    for one in ("w1", "w3")
-}
+EXPERTS = [f"model.layers.0.block_sparse_moe.experts.{i}" for i in range(2)]
+EACH = {f"{expert}.{one}.weight": (3, 2) for expert in EXPERTS for one in ("w1", "w3")}
 EACH |= {f"model.layers.0.block_sparse_moe.experts.{i}.w2.weight": (2, 3) for i in range(2)}
 PACKED = {
     "model.layers.0.mlp.experts.gate_up_proj": (2, 6, 2),
@@ -102,16 +96,13 @@ RENAMED = {"model.layers.0.mlp.gate.weight": (2, 2)}
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize(
-    ("stored", "memory", "module"),
-    [
-        (EACH | ROUTER, PACKED | RENAMED, "model.layers.0.mlp.experts"),
-        (EACH | ROUTER, PACKED | RENAMED, "model.layers.0.mlp.gate"),
-        (EACH | ROUTER, EACH | ROUTER, "model.layers.0.block_sparse_moe.experts.1.w2"),
-        (PACKED | RENAMED, EACH | ROUTER, "model.layers.0.block_sparse_moe.experts.1.w2"),
-        (PACKED | RENAMED, PACKED | RENAMED, "model.layers.0.mlp.experts"),
-    ],
-)
+@pytest.mark.parametrize(("stored", "memory", "module"), [
+    (EACH | ROUTER, PACKED | RENAMED, "model.layers.0.mlp.experts"),
+    (EACH | ROUTER, PACKED | RENAMED, "model.layers.0.mlp.gate"),
+    (EACH | ROUTER, EACH | ROUTER, "model.layers.0.block_sparse_moe.experts.1.w2"),
+    (PACKED | RENAMED, EACH | ROUTER, "model.layers.0.block_sparse_moe.experts.1.w2"),
+    (PACKED | RENAMED, PACKED | RENAMED, "model.layers.0.mlp.experts"),
+])  # fmt: skip
 def test_experts_are_packed_as_the_adapter_finds_them(stored, memory, module, prefix):
     stored = {name.removeprefix(prefix): shape for name, shape in stored.items()}
     assert in_memory([module], stored, "mixtral").shapes(stored) == memory

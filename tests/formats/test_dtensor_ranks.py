@@ -129,9 +129,7 @@ def test_of_several_models_one_is_chosen_by_the_name_of_its_folder(tmp_path):
     shutil.copytree(DATA / "verl_fsdp1_orig_3" / "ckpt", step / "critic")
     with pytest.raises(NotACheckpoint, match=r"is a step with the models actor, critic: open one"):
         ucp.open(step)
-    with pytest.raises(
-        NotACheckpoint, match=r"is a step with the models actor, critic, and no 'x'"
-    ):
+    with pytest.raises(NotACheckpoint, match=r"is a step with the models actor, critic, and no "):
         ucp.open(step, model="x")
     critic = ucp.open(step, model="critic", optimizer_groups="module-order")
     assert_is(critic, Case("dtensors/verl_fsdp1_orig_3").truth())
@@ -215,13 +213,9 @@ sizes = st.integers(1, 5)
 def test_shards_of_any_placements_hold_every_element_once(shape, mesh, data):
     axes = st.sampled_from(range(len(shape)))
     placements = [data.draw(st.one_of(st.none(), axes.map(Split))) for _ in mesh]
-    shards = [
-        shard_at(tuple(shape), tuple(mesh), coordinate, placements)[0]
-        for coordinate in np.ndindex(*mesh)
-    ]
-    parts = [
-        box_part(i, source, target) for i, s in enumerate(shards) for source, target in s.blocks
-    ]
+    places = np.ndindex(*mesh)
+    shards = [shard_at(tuple(shape), tuple(mesh), place, placements)[0] for place in places]
+    parts = [box_part(i, *boxes) for i, shard in enumerate(shards) for boxes in shard.blocks]
     layout = ParamLayout(tuple(shape), tuple(s.shape for s in shards), tuple(parts))
     layout.check()
     copies = math.prod(n for n, p in zip(mesh, placements, strict=True) if p is None)
@@ -230,9 +224,8 @@ def test_shards_of_any_placements_hold_every_element_once(shape, mesh, data):
 
 @given(st.integers(0, 60), sizes, sizes)
 def test_fsdp2_over_tensor_parallelism_is_a_part_of_a_part_wherever_shapes_agree(n, dp, tp):
-    ways = [
-        shard_at((n,), (dp, tp), place, (Split(0, tp), Split(0))) for place in np.ndindex(dp, tp)
-    ]
+    splits = Split(0, tp), Split(0)
+    ways = [shard_at((n,), (dp, tp), place, splits) for place in np.ndindex(dp, tp)]
     for place, (_, ordered) in zip(np.ndindex(dp, tp), ways, strict=True):
         start, stop = chunks(n, tp, place[1])
         want = chunks(stop - start, dp, place[0], start)
@@ -277,9 +270,8 @@ def read(tensor: StoredTensor) -> np.ndarray:
 
 @pytest.mark.parametrize("mesh", LAYOUTS)
 def test_the_mesh_of_every_version_of_torch_says_which_rank_is_where(mesh):
-    tensor = dtensor(
-        {**mesh, "_coordinate_on_dim": (1, 2)}, (placed("Replicate"), placed("Shard", dim=0))
-    )
+    placements = placed("Replicate"), placed("Shard", dim=0)
+    tensor = dtensor({**mesh, "_coordinate_on_dim": (1, 2)}, placements)
     spec = spec_of(tensor, 9, read)
     assert (spec.mesh.shape, spec.mesh.ranks) == ((2, 3), (4, 5, 6, 7, 8, 9))
     assert spec.placements == (None, Split(0))
@@ -307,17 +299,12 @@ def test_placements_that_cannot_be_put_together_are_refused(placements, match):
 @settings(max_examples=60)
 def test_flat_parameters_are_those_of_the_wrapped_modules_or_undecided(layers, parts, numbers):
     names = {"embed.w": numbers[0]}
-    names |= {
-        f"layers.{i}.{part}": n
-        for i in range(layers)
-        for part, n in (("a.w", numbers[1]), ("b.w", 7))
-    }
+    own = {"a.w": numbers[1], "b.w": 7}
+    names |= {f"layers.{i}.{name}": n for i in range(layers) for name, n in own.items()}
     names["head.w"] = numbers[2]
     shapes = {name: (n,) for name, n in names.items()}
-    units = [
-        ["embed.w", "head.w"],
-        *([f"layers.{i}.a.w", f"layers.{i}.b.w"] for i in range(layers)),
-    ]
+    units = [["embed.w", "head.w"]]
+    units += [[f"layers.{i}.a.w", f"layers.{i}.b.w"] for i in range(layers)]
     lengths = [-(-sum(names[name] for name in unit) // parts) for unit in units]
     try:
         found = flat_parameters(shapes, parts, lengths)

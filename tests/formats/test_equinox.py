@@ -36,9 +36,8 @@ def opened(tmp_path):
 
 def test_the_line_of_json_is_an_extra_and_the_leaves_a_list():
     checkpoint = Case("jax/equinox0138-mlp").open()
-    assert checkpoint.extras["model.eqx"] == {
-        "hyperparameters": {"in_size": 3, "out_size": 2, "width_size": 5, "depth": 2}
-    }
+    sizes = {"in_size": 3, "out_size": 2, "width_size": 5, "depth": 2}
+    assert checkpoint.extras["model.eqx"] == {"hyperparameters": sizes}
     restored = checkpoint.restore()
     assert [x.shape for x in restored] == [(5, 3), (5,), (5, 5), (5,), (2, 5), (2,)]
 
@@ -74,10 +73,8 @@ def test_a_cut_within_a_leaf_is_seen(opened):
     # a file cut between two leaves is one of fewer leaves: nothing in it says how many there are
     between = [found.start() for found in re.finditer(b"\x93NUMPY", data)]
     assert len(between) == len(TRAINING.truth())
-    for at in {*range(1, len(data), 7), *(n + d for n in between for d in (-1, 1)), *between} - {
-        0,
-        -1,
-    }:
+    beside = {n + d for n in between for d in (-1, 0, 1)}
+    for at in {*range(1, len(data), 7), *beside} - {0, -1}:
         whole = sum(n < at for n in between)
         if at in between:
             assert len(opened(data[:at]).leaves) == whole

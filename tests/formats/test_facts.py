@@ -59,16 +59,12 @@ def test_values_agree_if_they_are_one_number(tmp_path, first, second, agree):
     if agree:
         facts.state("b.pt", "it", second)
     else:
-        with pytest.raises(
-            FormatError, match=r"b\.pt: it is .*, but .* in a\.pt; the files are not of one step"
-        ):
+        with pytest.raises(FormatError, match=r"b\.pt: it is .*, but .* in a\.pt; .*of one step"):
             facts.state("b.pt", "it", second)
 
 
 def patched(path: Path, offset: int, length: int, old: bytes, new: bytes) -> None:
-    """Other bytes in the pickle of a torch file that lies inside another, and the CRC that goes
-    with them.
-    """
+    """Other bytes in the pickle of a torch file inside another, with the CRC that is theirs."""
     data = path.read_bytes()
     item = data[offset : offset + length]
     with zipfile.ZipFile(io.BytesIO(item)) as file:
@@ -83,14 +79,12 @@ def patched(path: Path, offset: int, length: int, old: bytes, new: bytes) -> Non
 
 def test_the_groups_of_the_ranks_of_one_stage_are_alike_in_torch_dist(copy_of):
     folder = copy_of("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16") / "iter_0000003"
-    (span,) = read_metadata(file_path(folder)).objects[
-        "optimizer.distributed.dp_group_idx_1.optimizer/shard_0_1"
-    ]
+    objects = read_metadata(file_path(folder)).objects
+    (span,) = objects["optimizer.distributed.dp_group_idx_1.optimizer/shard_0_1"]
     old, new = (struct.pack(">d", 0.009990034048535828 * scale) for scale in (1, 0.75))
     patched(folder / span.file, span.offset, span.length, old, new)
-    with pytest.raises(
-        FormatError, match=r"__1_0\.distcp:.*lr is 0\.0074.*, but 0\.00999.* in __0_0\.distcp"
-    ):
+    words = r"__1_0\.distcp:.*lr is 0\.0074.*, but 0\.00999.* in __0_0\.distcp"
+    with pytest.raises(FormatError, match=words):
         ucp.open(folder)
 
 
@@ -104,12 +98,10 @@ def ranks_without_collectives(folder: Path, name: str, values: tuple[object, obj
 
 
 def test_objects_that_every_rank_wrote_say_the_same_of_their_step(tmp_path):
-    folder = ranks_without_collectives(
-        tmp_path, "lr_scheduler", ({"last_epoch": 3}, {"last_epoch": 4})
-    )
-    with pytest.raises(
-        FormatError, match=r"__1_0\.distcp: lr_scheduler\.last_epoch is 4, but 3 in __0_0\.distcp"
-    ):
+    epochs = {"last_epoch": 3}, {"last_epoch": 4}
+    folder = ranks_without_collectives(tmp_path, "lr_scheduler", epochs)
+    words = r"__1_0\.distcp: lr_scheduler\.last_epoch is 4, but 3 in __0_0\.distcp"
+    with pytest.raises(FormatError, match=words):
         ucp.open(folder)
 
 
@@ -118,9 +110,8 @@ def test_objects_that_every_rank_wrote_say_the_same_of_their_step(tmp_path):
     [("dataloader", ({"iteration": 3}, {"iteration": 4})), ("rng", ({"seed": 3}, {"seed": 4}))],
 )
 def test_places_in_the_data_are_the_ranks_own(tmp_path, name, values):
-    assert ucp.open(ranks_without_collectives(tmp_path, name, values)).restore()[
-        "param"
-    ].keys() == {"w"}
+    tree = ucp.open(ranks_without_collectives(tmp_path, name, values)).restore()
+    assert tree["param"].keys() == {"w"}
 
 
 def test_headers_of_safetensors_say_one_step(tmp_path):
@@ -129,8 +120,5 @@ def test_headers_of_safetensors_say_one_step(tmp_path):
         write_safetensors(tmp_path / f"part_{i}.safetensors", arrays, metadata)
     index = {"weight_map": {f"w{i}": f"part_{i}.safetensors" for i in range(2)}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        FormatError,
-        match=r"part_1\.safetensors: global_step is 200, but 100 in part_0\.safetensors",
-    ):
+    with pytest.raises(FormatError, match=r"part_1\.s.*: global_step is 200, but 100 in part_0\.s"):
         ucp.open(tmp_path)

@@ -1,6 +1,4 @@
-"""What every importer shares: nothing is put in one place twice, and files of one checkpoint
-agree.
-"""
+"""What every importer shares: nothing is put in a place twice, and files of a checkpoint agree."""
 
 import itertools
 

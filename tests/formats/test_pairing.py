@@ -1,6 +1,4 @@
-"""Which parameter a numbered state belongs to: what is decided is what every way of counting
-leaves.
-"""
+"""Which parameter a numbered state belongs to: what every way of counting leaves is decided."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,11 +33,8 @@ def or_undecided(function, *args):
 @given(st.lists(st.sets(st.sampled_from(NAMES)), max_size=5))
 def test_a_pairing_is_found_just_where_there_is_one(candidates):
     numbers = dict(enumerate(candidates))
-    every = [
-        dict(enumerate(names))
-        for names in itertools.permutations(NAMES, len(numbers))
-        if all(name in numbers[i] for i, name in enumerate(names))
-    ]
+    orders = [dict(enumerate(names)) for names in itertools.permutations(NAMES, len(numbers))]
+    every = [order for order in orders if all(n in numbers[i] for i, n in order.items())]
     found = or_undecided(only_pairing, numbers)
     if len(every) == 1:
         assert found == every[0]
@@ -132,20 +127,9 @@ def test_the_users_word_is_an_order_or_lists_of_names():
     assert checked_groups(None) is None
     assert checked_groups("module-order") == MODULE_ORDER
     assert checked_groups([["a"], ("b", "c"), []]) == (("a",), ("b", "c"), ())
-    for wrong in (
-        "module_order",
-        "",
-        [],
-        ["a"],
-        [["a"], "bc"],
-        [[1]],
-        {"a": ["b"]},
-        [["a"], None],
-        3,
-    ):
-        with pytest.raises(
-            SpecError, match=r"say 'module-order', 'hf-decay', or a list for each group"
-        ):
+    names = "module_order", "", [], ["a"]
+    for wrong in (*names, [["a"], "bc"], [[1]], {"a": ["b"]}, [["a"], None], 3):
+        with pytest.raises(SpecError, match=r"say 'module-order', 'hf-decay', or a list for each"):
             checked_groups(wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SpecError, match="says 'a' twice"):
         checked_groups([["a"], ["b", "a"]])

@@ -40,16 +40,12 @@ def refusal(folder: Path, **options) -> str:
 
 
 def next_step(array: np.ndarray) -> None:
-    """What an optimizer makes of masters and moments in a step: each element a little other than
-    it was.
-    """
+    """What an optimizer makes of masters and moments in a step: elements a little other."""
     array[...] = (array.astype(np.float64) * 1.01 + 1e-3).astype(array.dtype)
 
 
 def flip(path: Path, key: str, element: int, item: tuple[int, int] = (0, 0)) -> None:
-    """Flip a bit of one element of a stored tensor, -1 the last; its CRC stays. `item` is where
-    its own file lies.
-    """
+    """Flip a bit of an element of a tensor, -1 the last; its CRC stays; `item` is its place."""
     offset, length = item
     file = TorchFile(path, offset=offset, length=length or None)
     tensor = file._tensors[key]
@@ -71,9 +67,7 @@ def flip_item(folder: Path, fqn: str, element: int, chunk: int = 0) -> str:
 
 
 def replicas(folder: Path, *values: np.ndarray) -> Path:
-    """What ranks write by DCP without collectives: each all that it has, so that there are
-    copies.
-    """
+    """What ranks write by DCP without collectives: each all it has, so that there are copies."""
     for rank, whole in enumerate(values):
         writer = Writer(folder)
         writer.tensor("w", whole, [(f"__{rank}_0.distcp", Box.whole(whole.shape))])
@@ -83,9 +77,8 @@ def replicas(folder: Path, *values: np.ndarray) -> Path:
 
 def test_a_replica_of_another_step_is_refused(tmp_path):
     whole = np.arange(5000, dtype=np.float32)
-    assert re.search(
-        r"__0_0\.distcp:w@0 and __1_0\.distcp:w@0", refusal(replicas(tmp_path, whole, whole * 1.01))
-    )
+    found = refusal(replicas(tmp_path, whole, whole * 1.01))
+    assert re.search(r"__0_0\.distcp:w@0 and __1_0\.distcp:w@0", found)
 
 
 # Flipped bytes.
@@ -102,14 +95,11 @@ def test_a_flipped_bit_of_a_replica_is_refused(tmp_path, element, verify):
 
 @pytest.mark.parametrize("case", ["deepspeed/z0_bf16_dp1", "deepspeed/z0_fp16_dp2_frozen"])
 def test_a_weight_that_begins_as_no_master_does_is_not_taken_in_place_of_one(copy_of, case):
-    """By these elements masters of ZeRO-0 are told; without them the flipped weight would be the
-    parameter.
-    """
+    """These elements tell masters of ZeRO-0; without them the flipped weight would be taken."""
     folder = copy_of(case)
     flip(one(folder, Z1_COPY), f"module/{EMBEDDING}", 3)
-    with pytest.raises(
-        CorruptData, match=rf"the masters in {Z1_COPY}, rounded, are not the weights of the module"
-    ):
+    words = rf"the masters in {Z1_COPY}, rounded, are not the weights of the module"
+    with pytest.raises(CorruptData, match=words):
         ucp.open(folder)
     assert ucp.open(folder, weights_only=True).restore()["param"].keys()
 
@@ -118,11 +108,8 @@ def test_a_weight_that_begins_as_no_master_does_is_not_taken_in_place_of_one(cop
 def test_items_of_dcp_are_summed_in_full(tmp_path, name):
     writer = Writer(tmp_path)
     whole = np.arange(4096, dtype=np.float32).reshape(64, 64)
-    writer.tensor(
-        name,
-        whole,
-        [("__0_0.distcp", Box((0, 0), (32, 64))), ("__1_0.distcp", Box((32, 0), (64, 64)))],
-    )
+    halves = Box((0, 0), (32, 64)), Box((32, 0), (64, 64))
+    writer.tensor(name, whole, [(f"__{i}_0.distcp", half) for i, half in enumerate(halves)])
     writer.finish()
     flip_item(tmp_path, name, 5, chunk=1)
     ucp.open(tmp_path).restore()
@@ -131,9 +118,8 @@ def test_items_of_dcp_are_summed_in_full(tmp_path, name):
 
 def test_an_exchanged_chunk_of_a_universal_checkpoint_is_refused(tmp_path):
     path = tmp_path / "universal"
-    ucp.Checkpoint.of({name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}).save(
-        path
-    )
+    arrays = {name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}
+    ucp.Checkpoint.of(arrays).save(path)
     chunk = next(path.glob("a/c*")).name
     (path / "a" / chunk).write_bytes((path / "b" / chunk).read_bytes())
     ucp.open(path).restore({"b": np.zeros((64, 64), np.float32)}, partial=True, verify="full")
@@ -142,23 +128,16 @@ def test_an_exchanged_chunk_of_a_universal_checkpoint_is_refused(tmp_path):
             ucp.open(path).restore(verify=verify)
     resealed(path, without_crcs)
     ucp.open(path).restore()
-    with pytest.raises(
-        CorruptData, match=r"a: the data of .* are not those that were saved \(digest"
-    ):
+    with pytest.raises(CorruptData, match=r"a: the data of .* are not those that were saved"):
         ucp.open(path).restore(verify="full")
 
 
 def test_what_is_sound_is_restored_alike_with_either_extent():
-    for name in (
-        "deepspeed/z1_bf16_dp2",
-        "deepspeed/moe_ep2_dp2_z1_bf16",
-        "megatron/legacy_tp2_dp2_distopt_bf16/ckpt",
-    ):
+    cases = "deepspeed/z1_bf16_dp2", "deepspeed/moe_ep2_dp2_z1_bf16"
+    for name in (*cases, "megatron/legacy_tp2_dp2_distopt_bf16/ckpt"):
         checkpoint = ucp.open(DATA / name)
-        sampled, full = (
-            jax.tree.leaves(checkpoint.restore()),
-            jax.tree.leaves(checkpoint.restore(verify="full")),
-        )
+        restored = (checkpoint.restore(verify=extent) for extent in ("sample", "full"))
+        sampled, full = map(jax.tree.leaves, restored)
         assert len(sampled) == len(checkpoint.leaves)
         assert all(a.tobytes() == b.tobytes() for a, b in zip(sampled, full, strict=True))
 
@@ -220,17 +199,15 @@ def mapping() -> ucp.Mapping:
 @pytest.mark.parametrize(("door", "use"), list(doors()), ids=[name for name, _ in doors()])
 def test_no_door_hands_out_what_a_sample_contradicts(in_two_minds, door, use):
     for _ in range(2):  # nor the second time
-        with pytest.raises(
-            CorruptData, match=rf"master at {Z1.format(0)}.*copy at {Z1_COPY}:module/{EMBEDDING}"
-        ):
+        words = rf"master at {Z1.format(0)}.*copy at {Z1_COPY}:module/{EMBEDDING}"
+        with pytest.raises(CorruptData, match=words):
             use(in_two_minds)
 
 
 def test_what_does_not_rest_on_it_is_handed_out(in_two_minds):
     like = jax.ShapeDtypeStruct((16,), np.float32)
-    in_two_minds.restore(
-        {"param": {"final_layernorm.weight": like}}, partial=True, mesh=MESH, verify="full"
-    )
+    target = {"param": {"final_layernorm.weight": like}}
+    in_two_minds.restore(target, partial=True, mesh=MESH, verify="full")
     assert in_two_minds.read("param/final_layernorm.weight").shape == (16,)
     assert in_two_minds.params["final_layernorm.weight"].read("exp_avg").shape == (16,)
 
@@ -261,14 +238,10 @@ def test_arrays_that_a_mapping_says_are_tied_are_compared(tmp_path):
 
 
 def test_a_sample_is_a_few_kilobytes_of_each_array():
-    for name in (
-        "deepspeed/z1_bf16_dp2",
-        "deepspeed/tp2_dp2_z1_bf16_swiglu",
-        "megatron/legacy_tp2_dp2_distopt_bf16/ckpt",
-    ):
+    cases = "deepspeed/z1_bf16_dp2", "deepspeed/tp2_dp2_z1_bf16_swiglu"
+    for name in (*cases, "megatron/legacy_tp2_dp2_distopt_bf16/ckpt"):
         contents = ucp.open(DATA / name)._contents
-        sampled, full = (
-            sum(check.nbytes for check in contents.checks(extent)) for extent in ("sample", "full")
-        )
+        checks = (contents.checks(extent) for extent in ("sample", "full"))
+        sampled, full = (sum(check.nbytes for check in some) for some in checks)
         assert 0 < sampled <= len(contents.leaves) * 8 * RUNS * RUN_ELEMENTS
         assert sampled < full

@@ -1,6 +1,4 @@
-"""Formats over a network: few requests, no byte too many; that the bits are the same is a law of
-every case.
-"""
+"""Formats over a network: few requests, no byte too many. Equal bits are a law of every case."""
 
 import re
 

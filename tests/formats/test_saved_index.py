@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from cases import facts
 from commands import run
 from jax_ucp.errors import CorruptData, FormatError, UCPError, UnsupportedPath
 from jax_ucp.files.listing import Listing
@@ -23,17 +24,6 @@ from remote_files import counted
 from safetensors_writer import write_safetensors
 
 DATA = Path(__file__).parents[1] / "data"
-
-
-def facts(checkpoint):
-    """What is known of a checkpoint before any array of it is read."""
-    return (
-        [(leaf.label, leaf.kind, leaf.shape, leaf.dtype) for leaf in checkpoint.leaves],
-        checkpoint.path,
-        list(checkpoint.inventory),
-        checkpoint.extras,
-        list(checkpoint.notes),
-    )
 
 
 def shards(folder: Path, count: int) -> Path:

@@ -1,6 +1,4 @@
-"""`weights_only` neither reads nor needs what it leaves out: optimizer files that are damaged,
-missing or another's.
-"""
+"""`weights_only` needs none of the optimizer's files: damaged, missing or another's."""
 
 import os
 from pathlib import Path
@@ -34,9 +32,8 @@ def flipped(path: Path) -> None:
 def test_the_optimizer_of_a_trainers_file_is_not_verified(tmp_path):
     states = {0: {"exp_avg": WEIGHTS["a"] + 7}, 1: {"exp_avg": WEIGHTS["b"] + 7}}
     groups = [{"params": [0, 1], "param_names": ["a", "b"]}]
-    save(
-        {"model": WEIGHTS, "optim": {"state": states, "param_groups": groups}}, tmp_path / "run.pt"
-    )
+    optim = {"state": states, "param_groups": groups}
+    save({"model": WEIGHTS, "optim": optim}, tmp_path / "run.pt")
     flipped(tmp_path / "run.pt")
     found = arrays_of(ucp.open(tmp_path / "run.pt", weights_only=True).save(tmp_path / "copy"))
     assert found.keys() == {"param/a", "param/b"}
@@ -48,14 +45,11 @@ def test_the_optimizer_of_a_trainers_file_is_not_verified(tmp_path):
 def dcp(folder: Path) -> Path:
     writer = Writer(folder)
     for name, array in WEIGHTS.items():
-        for fqn, file, value in (
-            (f"model.{name}", 0, array),
-            (f"optim.state.{name}.exp_avg", 1, array + 1),
-        ):
+        own = (f"model.{name}", 0, array), (f"optim.state.{name}.exp_avg", 1, array + 1)
+        for fqn, file, value in own:
             writer.tensor(fqn, value, [(f"__{file}_0.distcp", Box.whole(value.shape))])
-            writer.paths[fqn] = (
-                ("model", name) if file == 0 else ("optim", "state", name, "exp_avg")
-            )
+            path = ("model", name) if file == 0 else ("optim", "state", name, "exp_avg")
+            writer.paths[fqn] = path
     writer.object("optim.param_groups", "__1_0.distcp", [{"lr": 0.1}])
     writer.paths["optim.param_groups"] = ("optim", "param_groups")
     return writer.finish()

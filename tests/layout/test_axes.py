@@ -1,6 +1,4 @@
-"""The axes notation: text, lengths, and index maps that are numpy's reshape, transpose and
-concatenate.
-"""
+"""The axes notation: text, lengths, and index maps like numpy's reshape and transpose."""
 
 import itertools
 import math
@@ -40,13 +38,9 @@ def test_one_name_may_be_in_several_parts_of_a_sum():
     assert parse("((q d) + (k d)) e").names == {"q", "k", "d", "e"}
 
 
-ATOMS = st.recursive(
-    st.just(None),
-    lambda inner: st.tuples(
-        st.sampled_from([Product, Sum]), st.lists(inner, min_size=1, max_size=3)
-    ),
-    max_leaves=5,
-)
+KIND = st.sampled_from([Product, Sum])
+DEEPER = lambda inner: st.tuples(KIND, st.lists(inner, min_size=1, max_size=3))  # noqa: E731
+ATOMS = st.recursive(st.just(None), DEEPER, max_leaves=5)
 
 
 @st.composite
@@ -79,9 +73,8 @@ def test_a_sum_in_a_product_is_a_reshape_and_a_concatenation():
     for component, want in zip(found, (q, k), strict=True):
         own = {"q", "k"} & component.names
         target = components(parse(f"group {own.pop()} head_dim embed"), sizes)[0]
-        np.testing.assert_array_equal(
-            moved(affine_part(0, component, target, sizes, {}), fused, want.shape), want
-        )
+        got = moved(affine_part(0, component, target, sizes, {}), fused, want.shape)
+        np.testing.assert_array_equal(got, want)
 
 
 def steps_of(part, box, limit):
@@ -115,19 +108,15 @@ def moved(of, source, shape, box=None, limit=1 << 20):
 
 @st.composite
 def rearrangements(draw):
-    """Axes with lengths, nested on the axes of two arrays in two ways: what reshape and
-    transpose can do.
-    """
+    """Axes with lengths, nested on two arrays in two ways: what reshape and transpose can do."""
     count = draw(st.integers(1, 4))
     sizes = {f"a{i}": draw(st.integers(1, 4)) for i in range(count)}
 
     def grouped(names):
         cuts = sorted(draw(st.lists(st.integers(0, count), max_size=3)))
         groups = [names[a:b] for a, b in itertools.pairwise([0, *cuts, count])]
-        return (
-            " ".join(f"({' '.join(g)})" if len(g) > 1 else "".join(g) or "1" for g in groups),
-            groups,
-        )
+        texts = (f"({' '.join(g)})" if len(g) > 1 else "".join(g) or "1" for g in groups)
+        return " ".join(texts), groups
 
     names = list(sizes)
     source, source_groups = grouped(names)
@@ -146,11 +135,8 @@ def test_any_box_of_a_rearrangement_is_that_of_reshape_and_transpose(case, data)
     sizes, (source, source_groups), (target, order, target_groups) = case
     array = numbered(shape_of(source_groups, sizes))
     shape = shape_of(target_groups, sizes)
-    want = (
-        array.reshape([*sizes.values()])
-        .transpose([list(sizes).index(name) for name in order])
-        .reshape(shape)
-    )
+    axes = [list(sizes).index(name) for name in order]
+    want = array.reshape([*sizes.values()]).transpose(axes).reshape(shape)
     (a,), (b,) = components(parse(source), sizes), components(parse(target), sizes)
     assert parse(target).shape(sizes) == shape
     forth = affine_part(0, a, b, sizes, {})
@@ -228,10 +214,8 @@ def test_lengths_follow_from_shapes_in_any_order():
 
 
 def test_a_part_of_a_sum_follows_from_the_others():
-    found = infer(
-        [claim("qkv", "(group (q + k + v) d)", (48,))],
-        {"group": one(2), "k": one(1), "v": one(1), "d": one(4)},
-    )
+    lengths = {"group": one(2), "k": one(1), "v": one(1), "d": one(4)}
+    found = infer([claim("qkv", "(group (q + k + v) d)", (48,))], lengths)
     assert found.sizes["q"] == 4
 
 

@@ -50,9 +50,8 @@ def patterns(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
     ranks = draw(st.integers(1, 5))
     axis = draw(st.integers(0, len(shape) - 1))
-    kind = draw(
-        st.sampled_from(["unique", "copies", "sharded", "grid", "fused", "groups", "padded"])
-    )
+    kinds = ["unique", "copies", "sharded", "grid", "fused", "groups", "padded"]
+    kind = draw(st.sampled_from(kinds))
     if kind == "unique":
         return Unique(), shape, 1
     if kind == "copies":
@@ -70,26 +69,18 @@ def patterns(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
                 parts[name] = draw(st.integers(1, 3)) * ranks
                 whole |= {name} if draw(st.booleans()) else set()
         rows = sum(n if isinstance(n, int) else sum(n) for n in parts.values())
-        return (
-            Fused(axis, parts, frozenset(whole)),
-            (*shape[:axis], rows, *shape[axis + 1 :]),
-            ranks,
-        )
+        shape = (*shape[:axis], rows, *shape[axis + 1 :])
+        return Fused(axis, parts, frozenset(whole)), shape, ranks
     if kind == "groups":
         groups = draw(st.integers(1, 4))
         parts = {name: groups * draw(st.integers(1, 3)) for name in "qkv"}
-        return (
-            Fused(axis, parts, groups=groups),
-            (*shape[:axis], sum(parts.values()), *shape[axis + 1 :]),
-            ranks,
-        )
+        shape = (*shape[:axis], sum(parts.values()), *shape[axis + 1 :])
+        return Fused(axis, parts, groups=groups), shape, ranks
     inner = draw(st.sampled_from([Sharded(axis), Replicated()]))
     padded = shape[axis] + draw(st.integers(0, 9))
-    return (
-        (Padded(inner, axis, shape[axis], padded) if kind == "padded" else Sharded(axis)),
-        shape,
-        ranks,
-    )
+    if kind == "padded":
+        return Padded(inner, axis, shape[axis], padded), shape, ranks
+    return Sharded(axis), shape, ranks
 
 
 def view_of(layout: ParamLayout, shards: list[np.ndarray]) -> Evaluated:
@@ -114,47 +105,36 @@ def test_reading_a_box_equals_slicing_the_whole(case, data):
     whole = numbered(shape)
     box = data.draw(boxes_in(shape))
     shards = by_hand(pattern, whole, ranks)
-    np.testing.assert_array_equal(
-        view_of(pattern.join([s.shape for s in shards]), shards).read("w", box), whole[box.index]
-    )
+    view = view_of(pattern.join([shard.shape for shard in shards]), shards)
+    np.testing.assert_array_equal(view.read("w", box), whole[box.index])
 
 
 @given(st.lists(patterns(), min_size=1, max_size=3), st.data())
-def test_flat_partitions_of_tensor_parallel_shards_read_as_the_original_through_two_views(
-    cases, data
-):
+def test_flat_partitions_of_tensor_parallel_shards_read_as_before_through_two_views(cases, data):
     ranks = min(ranks for _, _, ranks in cases)
-    params = {
-        f"p{i}": (pattern, shape) for i, (pattern, shape, n) in enumerate(cases) if n == ranks
-    }
-    whole = {
-        name: numbered(shape) + 1000 * i for i, (name, (_, shape)) in enumerate(params.items())
-    }
+    params = {f"p{i}": case[:2] for i, case in enumerate(cases) if case[2] == ranks}
+    whole = {name: numbered(shape) for name, (_, shape) in params.items()}
+    whole = {name: array + 1000 * i for i, (name, array) in enumerate(whole.items())}
     dp = data.draw(st.integers(1, 4))
     gaps = {name: data.draw(st.integers(0, 3)) for name in params}
     partitions, zero_views = {}, {}
     for tp in range(ranks):
-        shards = {
-            name: by_hand(pattern, whole[name], ranks)[tp] for name, (pattern, _) in params.items()
-        }
-        flat = np.concatenate(
-            [np.append(s.ravel(), np.full(gaps[name], -1)) for name, s in shards.items()]
-        )
+        cut = {n: by_hand(pattern, whole[n], ranks) for n, (pattern, _) in params.items()}
+        shards = {name: some[tp] for name, some in cut.items()}
+        parts = [np.append(s.ravel(), np.full(gaps[name], -1)) for name, s in shards.items()]
+        flat = np.concatenate(parts)
         flat = np.append(flat, np.full(-len(flat) % (2 * dp), -1))
         keys = [f"tp{tp}/dp{r}" for r in range(dp)]
         partitions |= dict(zip(keys, np.split(flat, dp), strict=True))
-        layouts = flat_layouts(
-            {name: s.shape for name, s in shards.items()}, [len(flat) // dp] * dp, gaps
-        )
-        zero_views |= {
-            f"{name}/tp{tp}": Consolidated(layout, keys) for name, layout in layouts.items()
-        }
+        shapes = {name: shard.shape for name, shard in shards.items()}
+        layouts = flat_layouts(shapes, [len(flat) // dp] * dp, gaps)
+        views = {f"{name}/tp{tp}": layout for name, layout in layouts.items()}
+        zero_views |= {name: Consolidated(layout, keys) for name, layout in views.items()}
     outer = {}
     for name, (pattern, shape) in params.items():
         keys = [f"{name}/tp{tp}" for tp in range(ranks)]
-        outer[name] = Consolidated(
-            pattern.join([zero_views[key].layout.shape for key in keys]), keys
-        )
+        shapes = [zero_views[key].layout.shape for key in keys]
+        outer[name] = Consolidated(pattern.join(shapes), keys)
         assert outer[name].layout.shape == shape
     view = evaluated(MemoryStore(partitions), zero_views, outer)
     for name, (_, shape) in params.items():
@@ -206,9 +186,7 @@ def test_check_accepts_exactly_what_counting_every_element_accepts(case, data):
 
 @given(st.data(), st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), max_size=3))
 def test_blocks_of_a_grid_are_an_array_in_any_order_if_each_is_there_once(data, cuts):
-    """`cuts` are the lengths of the blocks along each axis; one block may be lost, be there twice,
-    or lie elsewhere.
-    """
+    """`cuts` are the lengths of blocks along each axis; a block may be lost, twice, or moved."""
     shape = tuple(map(sum, cuts))
     edges = [list(itertools.pairwise(itertools.accumulate(axis, initial=0))) for axis in cuts]
     boxes = data.draw(st.permutations([Box.spanning(at) for at in itertools.product(*edges)]))
@@ -229,9 +207,8 @@ def test_blocks_of_a_grid_are_an_array_in_any_order_if_each_is_there_once(data, 
 
 def test_check_names_every_fault_at_once():
     half = Box((0, 0), (2, 4))
-    layout = ParamLayout(
-        (4, 4), ((2, 4), (2, 4)), (box_part(0, half, half), box_part(1, half, Box((1, 0), (3, 4))))
-    )
+    parts = box_part(0, half, half), box_part(1, half, Box((1, 0), (3, 4)))
+    layout = ParamLayout((4, 4), ((2, 4), (2, 4)), parts)
     with pytest.raises(LayoutError) as error:
         layout.check()
     assert "overlap: [0:2, 0:4] of shard 0 and [1:3, 0:4] of shard 1" in str(error.value)

@@ -16,9 +16,7 @@ from jax_ucp.layout.runs import StridedBlock, run_grid
 
 @st.composite
 def stored_arrays(draw):
-    """An array, the bytes of a file that has it in parts along an axis, each with its axes in one
-    order, and the blocks that say so.
-    """
+    """An array, the bytes of a file that has it in parts along an axis, and their blocks."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     whole = np.arange(math.prod(shape), dtype=np.uint16).reshape(shape)
     order = draw(st.permutations(range(len(shape))))
@@ -28,10 +26,8 @@ def stored_arrays(draw):
     for start, stop in zip([0, *cuts], [*cuts, shape[axis]], strict=True):
         data += draw(st.binary(max_size=5))
         box = Box.whole(shape)
-        box = Box(
-            (*box.start[:axis], start, *box.start[axis + 1 :]),
-            (*box.stop[:axis], stop, *box.stop[axis + 1 :]),
-        )
+        own = [((*x[:axis], a, *x[axis + 1 :])) for x, a in ((box.start, start), (box.stop, stop))]
+        box = Box(*own)
         part = np.ascontiguousarray(whole[box.index].transpose(order))
         strides = dict(zip(order, part.strides, strict=True))
         distances = tuple(strides[a] for a in range(len(shape)))
@@ -73,10 +69,8 @@ def test_chunks_are_as_long_as_a_reader_wants_them():
 
 def test_many_short_runs_and_elements_that_are_nowhere_are_no_grid():
     shape = (64, 512, 8)
-    halves = [
-        StridedBlock(Box((0, 0, i), (64, 512, i + 1)), 0, 65_536 * i, (1024, 2, 0))
-        for i in range(8)
-    ]
+    boxes = [Box((0, 0, i), (64, 512, i + 1)) for i in range(8)]
+    halves = [StridedBlock(box, 0, 65_536 * i, (1024, 2, 0)) for i, box in enumerate(boxes)]
     assert run_grid(shape, 2, halves).chunk == (64, 512, 1)
     apart = [StridedBlock(Box.whole(shape), 0, 0, (16_384, 32, 4))]
     with pytest.raises(LayoutError, match=r"262144 runs, the longest of 2 bytes"):

@@ -1,6 +1,4 @@
-"""A state of Adam's type that an optimizer updates otherwise is refused, both ways; what is
-Adam's is not.
-"""
+"""A state of Adam's type that an optimizer updates otherwise is refused, both ways."""
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +85,8 @@ def test_adams_moments_do_not_load_into_yogi_unless_they_are_meant_to():
 def test_nor_do_yogis_go_to_torch_as_adams():
     params = {"w": jnp.ones((3, 2))}
     checkpoint = Checkpoint.of({"params": params, "opt_state": optax.yogi(1e-3).init(params)})
-    with pytest.raises(
-        TreeMismatch, match="w: tx keeps in a ScaleByAdamState what is not the exp_avg_sq of Adam"
-    ):
+    words = "w: tx keeps in a ScaleByAdamState what is not the exp_avg_sq of Adam"
+    with pytest.raises(TreeMismatch, match=words):
         checkpoint.torch_states(optax.yogi(1e-3))
     checkpoint = Checkpoint.of({"params": params, "opt_state": optax.adam(1e-3).init(params)})
     assert set(checkpoint.torch_states(optax.adam(1e-3)).params["w"].states) == {*MOMENTS, "step"}

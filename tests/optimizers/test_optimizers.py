@@ -1,6 +1,4 @@
-"""States of torch's optimizers, taken on in optax: the updates that follow are the ones torch
-would have made.
-"""
+"""States of torch's optimizers in optax: the updates that follow are those of torch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -108,12 +106,9 @@ OPTIMIZERS: dict[str, tuple[Callable[[States, int], None], optax.GradientTransfo
 
 def trained(update: Callable[[States, int], None], steps: int) -> States:
     rng = np.random.default_rng(99)
-    states = {
-        key: {name: np.zeros(s, np.float32) for name, s in SHAPES.items()} for key in KEYS[update]
-    }
-    states["param"] = {
-        name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()
-    }
+    zeros = lambda: {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}  # noqa: E731
+    states = {key: zeros() for key in KEYS[update]}
+    states["param"] = {name: rng.standard_normal(s, np.float32) for name, s in SHAPES.items()}
     if "step" in states:
         states["step"] = {name: np.zeros((), np.float32) for name in SHAPES}
     for t in range(1, steps + 1):
@@ -140,22 +135,16 @@ def checkpoint_of(states: States, **more: Any) -> ucp.Checkpoint:
     return ucp.Checkpoint(contents_of(states, **more))
 
 
-def continued(
-    states: States, tx: optax.GradientTransformation, steps: range, step: int | None = None
-) -> dict[str, np.ndarray]:
+def continued(states: States, tx: Any, steps: range, step=None) -> dict[str, np.ndarray]:
     """The parameters after the updates `steps`, in optax, from the states as a checkpoint."""
     params = nested({name: jnp.asarray(p) for name, p in states["param"].items()})
-    opt_state = (
-        checkpoint_of(states)
-        .plan_optimizer(tx, jax.eval_shape(lambda: params), step=step)
-        .restore()
-    )
+    plan = checkpoint_of(states).plan_optimizer(tx, jax.eval_shape(lambda: params), step=step)
+    opt_state = plan.restore()
     for t in steps:
         updates, opt_state = tx.update(nested(gradients(t)), opt_state, params)
         params = optax.apply_updates(params, updates)
-    return {
-        name: np.asarray(params[name.partition("/")[0]][name.partition("/")[2]]) for name in SHAPES
-    }
+    paths = {name: name.partition("/") for name in SHAPES}
+    return {name: np.asarray(params[a][b]) for name, (a, _, b) in paths.items()}
 
 
 def distance(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
@@ -178,10 +167,8 @@ def test_a_wrong_state_would_be_seen(wrong):
     elif wrong == "zeroed":
         states["exp_avg"] = {name: np.zeros_like(m) for name, m in states["exp_avg"].items()}
     else:
-        states["exp_avg"], states["exp_avg_sq"] = (
-            states["exp_avg_sq"],
-            {n: np.abs(m) for n, m in states["exp_avg"].items()},
-        )
+        states["exp_avg"], first = states["exp_avg_sq"], states["exp_avg"]
+        states["exp_avg_sq"] = {name: np.abs(moment) for name, moment in first.items()}
     assert distance(continued(states, ADAMW, range(4, 7)), want) > 1e-3
 
 
@@ -197,10 +184,8 @@ def test_integers_of_64_bits_beside_what_is_trained_are_no_warning(kind):
 
 
 def test_every_leaf_says_where_it_comes_from():
-    tx = optax.chain(
-        optax.inject_hyperparams(optax.adamw)(LR),
-        optax.MultiSteps(optax.sgd(LR), 2).gradient_transformation(),
-    )
+    several = optax.MultiSteps(optax.sgd(LR), 2).gradient_transformation()
+    tx = optax.chain(optax.inject_hyperparams(optax.adamw)(LR), several)
     states = {**trained(adamw, 3), "max_exp_avg_sq": trained(adamw, 3)["exp_avg_sq"]}
     params = nested(states["param"])
     plan = checkpoint_of(states).plan_optimizer(tx, params, check=False)
@@ -208,16 +193,11 @@ def test_every_leaf_says_where_it_comes_from():
     assert told["0/inner_state/0/mu/dense/kernel"] == ("mapped", "from exp_avg/dense/kernel")
     assert told["0/count"] == ("computed", "3 steps of dense/bias and 2 more")
     assert told["0/hyperparams/learning_rate"][0] == "initial"
-    assert told["1/acc_grads/norm/scale"] == (
-        "computed",
-        "zeros: a checkpoint is saved between two updates",
-    )
+    zeros = "zeros: a checkpoint is saved between two updates"
+    assert told["1/acc_grads/norm/scale"] == ("computed", zeros)
     assert len(told) == len(jax.tree.leaves(jax.eval_shape(tx.init, params)))
-    assert plan.left == {
-        "max_exp_avg_sq": (
-            "torch keeps the maximum of uncorrected moments, which optax has no place for"
-        )
-    }
+    reason = "torch keeps the maximum of uncorrected moments, which optax has no place for"
+    assert plan.left == {"max_exp_avg_sq": reason}
     assert "max_exp_avg_sq of the checkpoint: left" in plan.report()
     restored = plan.restore()
     assert restored[0].hyperparams["learning_rate"] == np.float32(LR)
@@ -229,12 +209,9 @@ def test_moments_lie_as_their_parameters_do():
     mesh = mesh_of(4, 2)
     states = trained(adamw, 3)
     specs = {"dense/kernel": P("data", "model"), "dense/bias": P("model"), "norm/scale": P("data")}
-    params = nested(
-        {
-            n: jax.ShapeDtypeStruct(SHAPES[n], np.float32, sharding=NamedSharding(mesh, spec))
-            for n, spec in specs.items()
-        }
-    )
+    own = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
+    like = {n: jax.ShapeDtypeStruct(SHAPES[n], np.float32, sharding=own[n]) for n in specs}
+    params = nested(like)
     restored = checkpoint_of(states).plan_optimizer(ADAMW, params).restore()[0]
     assert restored.mu["dense"]["kernel"].sharding == params["dense"]["kernel"].sharding
     assert restored.count.sharding == NamedSharding(mesh, P())
@@ -250,17 +227,14 @@ def test_flax_variables_are_seen_through():
             self.dense = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
 
     states = trained(adamw, 3)
-    states = {
-        key: {n: a for n, a in some.items() if n.startswith("dense")}
-        for key, some in states.items()
-    }
+    for key, some in states.items():
+        states[key] = {name: array for name, array in some.items() if name.startswith("dense")}
     model = Model()
     optimizer = nnx.Optimizer(model, ADAMW, wrt=nnx.Param)
     plan = checkpoint_of(states).plan_optimizer(ADAMW, nnx.state(model, nnx.Param))
     optimizer.opt_state = nnx.data(plan.restore())
-    np.testing.assert_array_equal(
-        optimizer.opt_state[0].mu["dense"]["kernel"][...], states["exp_avg"]["dense/kernel"]
-    )
+    mu = optimizer.opt_state[0].mu["dense"]["kernel"][...]
+    np.testing.assert_array_equal(mu, states["exp_avg"]["dense/kernel"])
     assert plan.step == 3
 
 
@@ -293,10 +267,9 @@ def test_a_state_that_would_be_wrong_is_refused(tx, change, message):
 def test_a_sum_that_is_not_that_of_optax_is_refused():
     states = trained(sgd, 3)
     extras = {"optim.pt": {"param_groups": [{"lr": LR, "dampening": 0.1}]}}
+    checkpoint, params = checkpoint_of(states, extras=extras), nested(states["param"])
     with pytest.raises(TreeMismatch, match=r"dampening=0.1: torch's momentum is another sum"):
-        checkpoint_of(states, extras=extras).plan_optimizer(
-            optax.sgd(LR, B1), nested(states["param"]), step=3
-        )
+        checkpoint.plan_optimizer(optax.sgd(LR, B1), params, step=3)
 
 
 def test_a_step_that_is_given_must_be_that_of_the_checkpoint():

@@ -1,6 +1,4 @@
-"""What a trainer's optimizer was told for each parameter, and whether an optax optimizer decays
-the same weights.
-"""
+"""What an optimizer was told for each parameter, and whether optax decays the same weights."""
 
 import json
 from dataclasses import replace
@@ -35,9 +33,7 @@ TRAINED = {"exp_avg", "momentum_buffer"}
 
 def matrices_decay(checkpoint, rate):
     said = {name: group.settings for group in checkpoint.groups for name in group.params}
-    trained = {
-        name: param for name, param in checkpoint.params.items() if TRAINED & set(param.states)
-    }
+    trained = {n: param for n, param in checkpoint.params.items() if TRAINED & set(param.states)}
     assert said.keys() == trained.keys()
     for name, param in trained.items():
         assert said[name]["weight_decay"] == (rate if len(param.shape) > 1 else 0.0), name
@@ -64,11 +60,8 @@ def test_the_groups_of_dcp_say_which_weights_were_decayed(case):
 @pytest.mark.parametrize("case", MEGATRON)
 def test_those_of_megatron_follow_from_its_rule(case):
     live = Case(f"megatron/{case}")
-    [told] = {
-        json.dumps({key: group.get(key) for key in ("betas", "eps")})
-        for group in live.about["optimizer"]["param_groups"]
-        if "betas" in group
-    }
+    groups = [g for g in live.about["optimizer"]["param_groups"] if "betas" in g]
+    [told] = {json.dumps({key: group.get(key) for key in ("betas", "eps")}) for group in groups}
     [rate] = {g["weight_decay"] for g in live.about["optimizer"]["param_groups"]} - {0.0}
     for settings in matrices_decay(live.open(), rate).values():
         if "betas" in settings:  # Muon's have none
@@ -92,9 +85,8 @@ NORM = "decoder.layers.0.self_attention.q_layernorm.weight"
     ({}, [DECAYING, OTHERS], None),
 ])  # fmt: skip
 def test_what_megatrons_groups_say_of_a_norm_of_queries(args, groups, rate):
-    states = {
-        state: stated(np.zeros(8, np.float32), "") for state in ("weight", "exp_avg", "exp_avg_sq")
-    }
+    zeros = np.zeros(8, np.float32)
+    states = {state: stated(zeros, "") for state in ("weight", "exp_avg", "exp_avg_sq")}
     told = settings_of(Args(args), groups, NORM, states)
     assert told.get("weight_decay") == rate
     assert told.get("decoupled_weight_decay") == (True if args else None)
@@ -108,20 +100,12 @@ def test_a_conversion_and_a_mapping_keep_them(tmp_path):
     checkpoint.save(tmp_path / "universal")
     assert list(ucp.open(tmp_path / "universal").groups) == list(checkpoint.groups)
 
-    said = {
-        "a.0": {"lr": 1, "weight_decay": 0.1},
-        "a.1": {"lr": 1, "weight_decay": 0.0},
-        "b": {"lr": 2},
-    }
-    contents = replace(
-        contents_of({"param": {n: np.zeros(2) for n in said}}), groups=groups_of(said)
-    )
-    rules = {
-        "leaves": [
-            {"param": "a.{layer}", "axes": "n", "leaf": {"stacked": "layer n"}},
-            {"param": "b", "leaf": "c/d"},
-        ]
-    }
+    said = {"a.0": {"lr": 1, "weight_decay": 0.1}, "a.1": {"lr": 1, "weight_decay": 0.0}}
+    said["b"] = {"lr": 2}
+    plain = contents_of({"param": {name: np.zeros(2) for name in said}})
+    contents = replace(plain, groups=groups_of(said))
+    rules = [{"param": "a.{layer}", "axes": "n", "leaf": {"stacked": "layer n"}}]
+    rules = {"leaves": [*rules, {"param": "b", "leaf": "c/d"}]}
     mapped = ucp.Checkpoint(contents).map(ucp.Mapping.from_dict(rules))
     assert list(mapped.groups) == [Group(("stacked",), {"lr": 1}), Group(("c/d",), {"lr": 2})]
 
@@ -161,15 +145,11 @@ def test_an_optimizer_that_moves_nothing_says_nothing():
 ])  # fmt: skip
 def test_another_decay_is_refused_unless_it_is_meant(tx, message):
     names = {"w": (3, 2), "b": (3,)}
-    tree = {
-        state: {n: np.zeros(s, np.float32) for n, s in names.items()}
-        for state in ("param", "exp_avg", "exp_avg_sq")
-    }
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in names.items()}
+    tree = {state: {**zeros} for state in ("param", "exp_avg", "exp_avg_sq")}
     tree["step"] = {n: np.float32(2) for n in names}
-    groups = [
-        Group((n,), {"weight_decay": d, "decoupled_weight_decay": True})
-        for n, d in (("w", 0.1), ("b", 0.0))
-    ]
+    always = {"decoupled_weight_decay": True}
+    groups = [Group((n,), {"weight_decay": d, **always}) for n, d in (("w", 0.1), ("b", 0.0))]
     checkpoint = ucp.Checkpoint(replace(contents_of(tree), groups=groups))
     checkpoint.plan_optimizer(optax.adamw(1e-3, mask=WEIGHTS), PARAMS)
     with pytest.raises(TreeMismatch, match=message):
@@ -179,9 +159,8 @@ def test_another_decay_is_refused_unless_it_is_meant(tx, message):
 
 def trained_with(eps: float = 1e-8) -> list[Group]:
     settings = {"betas": [0.9, 0.95], "eps": eps, "decoupled_weight_decay": True, "lr": 0.01}
-    return [
-        Group((name,), settings | {"weight_decay": rate}) for name, rate in (("w", 0.1), ("b", 0.0))
-    ]
+    rates = ("w", 0.1), ("b", 0.0)
+    return [Group((name,), settings | {"weight_decay": rate}) for name, rate in rates]
 
 
 def faults(tx, groups, params=PARAMS):
@@ -292,10 +271,8 @@ MOMENTA = [
 @pytest.mark.parametrize(("dtype", "momentum", "rate"), MOMENTA)
 def test_nesterovs_step_is_told_from_the_plain_by_any_momentum(dtype, momentum, rate, nesterov):
     # one moves at once and the other as its rate says, either with Nesterov's step
-    sgds = [
-        optax.sgd(each, momentum, nesterov=step, accumulator_dtype=dtype)
-        for each, step in ((0.1, nesterov), (rate, not nesterov))
-    ]
+    rates, how = ((0.1, nesterov), (rate, not nesterov)), {"accumulator_dtype": dtype}
+    sgds = [optax.sgd(each, momentum, nesterov=step, **how) for each, step in rates]
     settings = OF_SGD | {"momentum": momentum, "nesterov": nesterov}
     [told] = rule_faults(partition(*sgds), PARAMS, of_all(settings))
     assert told.startswith(f"b: the checkpoint's optimizer has nesterov={nesterov}, tx")
@@ -303,10 +280,8 @@ def test_nesterovs_step_is_told_from_the_plain_by_any_momentum(dtype, momentum, 
 
 @pytest.mark.parametrize(("dtype", "momentum", "rate"), MOMENTA)
 def test_nadam_is_told_from_adam_by_any_momentum(dtype, momentum, rate):
-    adams = [
-        make(each, b1=momentum, mu_dtype=dtype)
-        for each, make in ((0.1, optax.adam), (rate, optax.nadam))
-    ]
+    makers = (0.1, optax.adam), (rate, optax.nadam)
+    adams = [make(each, b1=momentum, mu_dtype=dtype) for each, make in makers]
     settings = OF_ADAM | {"betas": [momentum, 0.999]}
     [told] = rule_faults(partition(*adams), PARAMS, of_all(settings))
     assert told.startswith("b: the checkpoint's optimizer has nesterov=False, tx True")
@@ -382,8 +357,7 @@ def test_a_state_that_tx_does_not_take_is_refused_unless_it_is_meant(state, tx, 
 
 
 def test_adam_without_correction_of_its_bias_is_refused():
-    groups = [
-        Group(one.params, one.settings | {"bias_correction": False}) for one in trained_with()
-    ]
+    never = {"bias_correction": False}
+    groups = [Group(one.params, one.settings | never) for one in trained_with()]
     [told] = faults(adamw(), groups)
     assert "bias_correction=False, tx True" in told

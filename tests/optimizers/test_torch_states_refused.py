@@ -1,6 +1,4 @@
-"""What would give torch another optimizer than the one that trained is refused, with the label
-that is wrong.
-"""
+"""What would give torch another optimizer than the one that trained is refused by label."""
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +27,7 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_the_state_of_another_optimizer_is_refused(other):
     checkpoint = ucp.Checkpoint.of(tree_of(trained("adam"), WRAPPED["chain"](ADAMW)))
-    with pytest.raises(
-        TreeMismatch, match="the state of this optimizer is not what is at opt_state"
-    ):
+    with pytest.raises(TreeMismatch, match="the state of this optimizer is not what is at opt_"):
         checkpoint.torch_states(OTHERS[other])
 
 
@@ -73,21 +69,16 @@ def test_schedules_of_sgd_that_differ_are_refused_too():
 
 def test_gradients_where_none_are_being_gathered_stop_an_export(tmp_path):
     tx = WRAPPED["MultiSteps"](ADAMW)
-    back = changed(
-        tree_of(trained("adam"), tx), "opt_state/acc_grads/dense/bias", lambda a: a + 1
-    ).torch_states(tx)
-    with pytest.raises(
-        CorruptData, match=r"acc_grads/dense/bias: .* has gradients, though none are being gathered"
-    ):
+    tree = changed(tree_of(trained("adam"), tx), "opt_state/acc_grads/dense/bias", lambda a: a + 1)
+    back = tree.torch_states(tx)
+    with pytest.raises(CorruptData, match=r"acc_grads/dense/bias: .* has gradients, though none"):
         back.save(tmp_path / "out")
 
 
 def test_several_optimizers_in_one_tree_are_refused():
     tx = optax.GradientTransformation(jax.vmap(ADAMW.init), jax.vmap(ADAMW.update))
     params = {"w": jnp.ones((3, 2))}
-    with pytest.raises(
-        TreeMismatch, match=r"opt_state/0/count has shape \(3,\): it is not one number"
-    ):
+    with pytest.raises(TreeMismatch, match=r"opt_state/0/count has shape \(3,\): it is not one"):
         ucp.Checkpoint.of({"params": params, "opt_state": tx.init(params)}).torch_states(tx)
 
 
@@ -108,9 +99,7 @@ def test_moments_of_one_parameter_in_two_states_are_refused():
     tx = optax.chain(ADAMW, optax.scale_by_adam())
     tree = tree_of(trained("adam"), ADAMW)
     twice = ucp.Checkpoint.of(tree | {"opt_state": tx.init(tree["params"])})
-    with pytest.raises(
-        TreeMismatch, match="0/0/mu/embed and opt_state/1/mu/embed are both exp_avg of embed"
-    ):
+    with pytest.raises(TreeMismatch, match="0/0/mu/embed and opt_state/1/mu/embed are both exp_"):
         twice.torch_states(tx)
 
 

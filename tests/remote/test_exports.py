@@ -18,7 +18,7 @@ import pytest
 import jax_ucp as ucp
 from cases import Case, bits_of
 from commands import run
-from helpers import contents_of, memory, numbered
+from helpers import contents_of, memory, numbered, tree_of_files
 from jax_ucp.arrays.checks import LeafClaim
 from jax_ucp.arrays.proof import Zeros
 from jax_ucp.arrays.value import Constant
@@ -59,11 +59,6 @@ def source(folder):
     return ucp.open(folder / "source")
 
 
-def local_files(folder) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 def objects(url: str) -> dict[str, bytes]:
     files = file_path(url).folder()
     return {file.name: read_file(files, file.name) for file in files.walk()}
@@ -78,7 +73,7 @@ def test_an_export_into_a_bucket_has_the_bytes_of_the_local_one(format, options,
     checkpoint = source(tmp_path)
     here = checkpoint.export(tmp_path / "out", format, **options)
     there = checkpoint.export(f"{store.url}/out", format, **options)
-    assert objects(f"{store.url}/out") == local_files(tmp_path / "out")
+    assert objects(f"{store.url}/out") == tree_of_files(tmp_path / "out")
     assert there.path.startswith(store.url)
     assert bits_of(there) == bits_of(here)
 
@@ -87,7 +82,7 @@ def test_an_export_to_megatron_into_a_bucket_is_named_by_its_tracker_last(store,
     checkpoint = Case("megatron/dist_tp2_dp2_distopt_fully_reshardable_bf16").open()
     here = checkpoint.export(tmp_path / "out", "megatron")
     there = checkpoint.export(f"{store.url}/out", "megatron")
-    assert objects(f"{store.url}/out") == local_files(tmp_path / "out")
+    assert objects(f"{store.url}/out") == tree_of_files(tmp_path / "out")
     assert bits_of(there) == bits_of(here)
     assert checkpoint.plan_export("megatron").files[-1].name == "latest_checkpointed_iteration.txt"
 
@@ -109,7 +104,7 @@ def test_shares_write_to_a_bucket_what_one_process_writes(format, options, store
         assert checkpoint.export_share(out, format, (index, 3), **options) is not None
         written = objects(out)
         assert RESULT_FILE in written
-        assert without_note(written) == local_files(tmp_path / "out")
+        assert without_note(written) == tree_of_files(tmp_path / "out")
     file_path(out).folder().delete(checkpoint.plan_export(format, **options).files[-1].name)
     with pytest.raises(CorruptData, match=r"is not whole any more:\n .* is missing"):
         checkpoint.export_share(out, format, (0, 3), **options)
@@ -144,7 +139,7 @@ def test_a_share_that_is_stopped_is_done_by_the_same_call(step, s3, tmp_path, mo
 
     monkeypatch.setattr(Bucket, "write_large", counted)
     assert checkpoint.export_share(out, "deepspeed", (1, 2)) is not None
-    assert without_note(objects(out)) == local_files(tmp_path / "out")
+    assert without_note(objects(out)) == tree_of_files(tmp_path / "out")
     assert written == [damaged] * (step != "clear")
 
 
@@ -155,9 +150,8 @@ def test_a_share_and_an_export_by_one_process_keep_out_of_each_others_way(s3, tm
             checkpoint.export_share(out, "dcp", (0, 2))
         assert objects(out).keys() == {WRITER_FILE}
     # the claim is made after the share has looked for one
-    target = exporting.export_target(
-        checkpoint._contents, checkpoint.plan_export("dcp"), file_path(out)
-    )
+    plan = checkpoint.plan_export("dcp")
+    target = exporting.export_target(checkpoint._contents, plan, file_path(out))
     free, target.require_free = target.require_free, lambda is_shared: None
     with claimed(file_path(out).folder()), pytest.raises(FileExistsError, match="another save"):
         jobs.run_share(target, Share(0, 2))
@@ -190,15 +184,13 @@ class Counting:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("budget", [1 << 20, 512 << 20])
-def test_what_a_header_sums_is_held_where_it_fits_and_else_read_twice(
-    format, budget, s3, tmp_path, monkeypatch
-):
+def test_what_a_header_sums_is_held_or_read_twice(format, budget, s3, tmp_path, monkeypatch):
     checkpoint = memory(large())
     checkpoint.export(tmp_path / "out", format)
     counting = Counting(checkpoint, monkeypatch)
     heard: list[int] = []
     checkpoint.export(s3.url, format, budget_bytes=budget, progress=heard.append)
-    assert objects(s3.url) == local_files(tmp_path / "out")
+    assert objects(s3.url) == tree_of_files(tmp_path / "out")
     twice = format != "safetensors" and budget == 1 << 20
     assert counting.nbytes == (2 if twice else 1) * checkpoint.nbytes
     assert sum(heard) == checkpoint.nbytes
@@ -238,9 +230,8 @@ def test_no_more_than_the_budget_is_in_memory(format, s3):
 @pytest.mark.parametrize("max_bytes", [1, 1 << 30])
 def test_a_file_has_no_more_parts_than_a_store_takes(nbytes, max_bytes, s3, monkeypatch):
     taken = []
-    monkeypatch.setattr(
-        Bucket, "_write", lambda files, name, parts, size, at_once: taken.append((size, at_once))
-    )
+    noted = lambda files, name, parts, size, at_once: taken.append((size, at_once))  # noqa: E731
+    monkeypatch.setattr(Bucket, "_write", noted)
     file_path(s3.url).folder().write_large("a", [], nbytes, max_bytes)
     ((part_bytes, at_once),) = taken
     assert part_bytes >= 5 << 20
@@ -361,7 +352,7 @@ def test_an_export_that_the_store_ends_leaves_nothing(s3, tmp_path, monkeypatch)
 def test_without_one_of_its_files_nothing_opens_with_other_bits(format, options, s3, tmp_path):
     """A kill leaves some of the files, and not the last."""
     whole = bits_of(source(tmp_path).export(tmp_path / "out", format, **options))
-    written = local_files(tmp_path / "out")
+    written = tree_of_files(tmp_path / "out")
     for number, missing in enumerate(written):
         files = file_path(f"{s3.url}/{number}").folder()
         for name in written.keys() - {missing}:
@@ -383,7 +374,7 @@ def test_the_command_exports_into_a_bucket(s3, tmp_path):
     source(tmp_path).export(tmp_path / "out", "safetensors")
     text = run("export", tmp_path / "source", f"{s3.url}/out")
     assert f"{s3.url}/out: 4 tensors" in text
-    assert objects(f"{s3.url}/out") == local_files(tmp_path / "out")
+    assert objects(f"{s3.url}/out") == tree_of_files(tmp_path / "out")
     assert "is in use" in run("export", tmp_path / "source", f"{s3.url}/out", code=1)
 
 
@@ -395,7 +386,7 @@ def test_processes_export_into_a_bucket(format, s3, tmp_path):
     heard: list[int] = []
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
         checkpoint.export(s3.url, format, executor=executor, progress=heard.append)
-    assert objects(s3.url) == local_files(tmp_path / "out")
+    assert objects(s3.url) == tree_of_files(tmp_path / "out")
     assert sum(heard) == checkpoint.plan_export(format).write_bytes
 
 
@@ -405,7 +396,7 @@ def test_azure(format, azure, tmp_path):
     checkpoint = source(tmp_path)
     checkpoint.export(tmp_path / "out", format)
     checkpoint.export(azure.url, format)
-    assert objects(azure.url) == local_files(tmp_path / "out")
+    assert objects(azure.url) == tree_of_files(tmp_path / "out")
     with pytest.raises(FileExistsError, match="is in use"):
         checkpoint.export(azure.url, format)
 
@@ -460,7 +451,7 @@ def test_faults_of_a_store_end_in_the_right_bytes_or_an_error(seed, faulty_s3, t
     except (UCPError, FileExistsError):
         is_done = False
     proxy.set(Faults())
-    found, wanted = objects(store.url), local_files(tmp_path / "out")
+    found, wanted = objects(store.url), tree_of_files(tmp_path / "out")
     found.pop(WRITER_FILE, None)
     if is_done:
         assert found == wanted

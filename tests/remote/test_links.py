@@ -6,6 +6,7 @@ import pytest
 import jax_ucp as ucp
 from cases import Case
 from handler_cases import stock_warns
+from helpers import faults_of
 from jax_ucp.errors import CorruptData, UnsupportedPath
 from jax_ucp.files.path import file_path
 from remote_files import uploaded
@@ -22,7 +23,7 @@ def test_a_link_above_the_files_of_a_bucket_is_the_checkpoint(store):
         source.link(f"{store.url}/link")
     link = source.link(store.url, checksum=True)
     assert LLAMA.wrong(link) == []
-    assert [fault for _, fault in link.verify() if fault] == []
+    assert faults_of(link) == []
     file = file_path(f"{store.url}/hf/{FILE}")
     file.files.write(file.key, [file.read_bytes()[:-1]], durable=True)
     with pytest.raises(CorruptData, match=f"{FILE} was replaced"):

@@ -19,12 +19,11 @@ from joined import Joined
 from servers.stores import Store
 
 # s3fs and gcsfs leave their sessions to the garbage collector
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::ResourceWarning",
-    "ignore::DeprecationWarning",
-    "ignore:Sharding info not provided",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-)
+OTHERS = (
+    "ignore::DeprecationWarning", "ignore:Sharding info not provided",
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning",
+)  # fmt: skip
+pytestmark = pytest.mark.filterwarnings(*OTHERS)
 
 
 def tree(step: int) -> dict:
@@ -49,7 +48,7 @@ def store(request: pytest.FixtureRequest) -> Store:
     return request.getfixturevalue(request.param)
 
 
-def test_a_manager_without_in_bucket_is_told_of_it(s3: Store):
+def test_a_manager_without_in_bucket_is_told_of_it(s3):
     handler = ucp.CheckpointHandler()
     with ocp.CheckpointManager(f"{s3.url}/run", item_handlers=handler) as manager:
         manager.save(0, args=ucp.args.Save(tree(0)))
@@ -60,7 +59,7 @@ def test_a_manager_without_in_bucket_is_told_of_it(s3: Store):
         v1.save(f"{s3.url}/v1/0", {"w": np.ones(3)})
 
 
-def test_a_manager_keeps_the_last_steps_and_restores_them(store: Store):
+def test_a_manager_keeps_the_last_steps_and_restores_them(store):
     root = f"{store.url}/run"
     with manager(root) as first:
         for step in range(5):
@@ -72,21 +71,15 @@ def test_a_manager_keeps_the_last_steps_and_restores_them(store: Store):
         second.wait_until_finished()
         assert list(second.all_steps()) == [3, 4, 5]
     check(ucp.open(root).restore(), 5)
-    assert not [name for name in names(root) if name.endswith("ucp.writer.json")]
+    names = [file.name for file in file_path(root).folder().walk()]
+    assert not [name for name in names if name.endswith("ucp.writer.json")]
 
 
-def names(root: str) -> list[str]:
-    return [file.name for file in file_path(root).folder().walk()]
-
-
-def test_a_checkpointer_of_v1_keeps_the_last_steps(store: Store):
+def test_a_checkpointer_of_v1_keeps_the_last_steps(store):
     context = ucp.in_bucket(ucp.orbax_context())
     policies = v1.training.preservation_policies, v1.training.save_decision_policies
-    options = {
-        "context": context,
-        "preservation_policy": policies[0].LatestN(3),
-        "save_decision_policy": policies[1].FixedIntervalPolicy(1),
-    }
+    options = {"context": context, "preservation_policy": policies[0].LatestN(3)}
+    options["save_decision_policy"] = policies[1].FixedIntervalPolicy(1)
     with v1.training.Checkpointer(f"{store.url}/run", **options) as checkpointer:
         for step in range(5):
             checkpointer.save_checkpointables_async(step, {"model": tree(step)})
@@ -95,7 +88,7 @@ def test_a_checkpointer_of_v1_keeps_the_last_steps(store: Store):
         check(checkpointer.load_checkpointables(4)["model"], 4)
 
 
-def test_stock_orbax_reads_what_is_on_google_cloud_storage(gcs: Store):
+def test_stock_orbax_reads_what_is_on_google_cloud_storage(gcs):
     root = f"{gcs.url}/run"
     with manager(root) as ours:
         ours.save(0, args=ucp.args.Save(tree(0)))
@@ -104,7 +97,7 @@ def test_stock_orbax_reads_what_is_on_google_cloud_storage(gcs: Store):
     check(restored, 0)
 
 
-def test_tensorstore_reads_what_is_on_s3(s3: Store):
+def test_tensorstore_reads_what_is_on_s3(s3):
     ucp.CheckpointHandler().save(f"{s3.url}/item", ucp.args.Save(tree(0)))
     kvstore = file_path(f"{s3.url}/item/w").files.spec(file_path(f"{s3.url}/item/w").key)
     array = ts.open({"driver": "zarr3", "kvstore": kvstore}).result()
@@ -134,16 +127,12 @@ def test_two_processes_that_are_killed_take_up_where_they_were(kind, request):
         if said[-1].startswith("kept"):
             break
     assert said[-1] == "kept 17 18 19"
-    worker = _worker_values()
+    want = np.random.default_rng(19).normal(size=(4096, 16)).astype(np.float32)
     restored = ucp.open(root).restore()
-    np.testing.assert_array_equal(restored["w"], worker(19))
+    np.testing.assert_array_equal(restored["w"], want)
     if kind == "gcs":
         with ocp.CheckpointManager(root) as stock, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the devices of the two processes are not here
             target = {"w": np.zeros((4096, 16), np.float32), "step": 0}
             restored = stock.restore(19, args=ocp.args.StandardRestore(target))
-        np.testing.assert_array_equal(restored["w"], worker(19))
-
-
-def _worker_values():
-    return lambda step: np.random.default_rng(step).normal(size=(4096, 16)).astype(np.float32)
+        np.testing.assert_array_equal(restored["w"], want)

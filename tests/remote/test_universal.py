@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from helpers import memory, numbered
+from helpers import faults_of, memory, numbered
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files import protocol
 from jax_ucp.files.path import file_path
@@ -20,19 +20,16 @@ from jax_ucp.jobs.ledger import LEDGER_FILE, WRITER_FILE, claimed
 from jax_ucp.universal.store import METADATA_FILE, ZarrStore
 from remote_faults import campaign, kills
 from servers.fault_proxy import Faults, depth
-from servers.stores import Store
 
 BUDGET = 1 << 20  # small, so that there are many blocks
 
 
 def tree(first: int = 0) -> dict:
-    return {
+    arrays = {
         "large": numbered((512, 1024), np.float32) + first,
         "small": numbered((3, 5), np.int16),
-        "key": jax.random.key(first),
-        "name": f"from {first}",
-        "none": None,
     }
+    return arrays | {"key": jax.random.key(first), "name": f"from {first}", "none": None}
 
 
 def check(url: str, want: dict) -> None:
@@ -40,11 +37,10 @@ def check(url: str, want: dict) -> None:
     restored = checkpoint.restore()
     for name in ("large", "small"):
         np.testing.assert_array_equal(restored[name], want[name])
-    assert jax.random.key_data(restored["key"]).tolist() == (
-        jax.random.key_data(want["key"]).tolist()
-    )
+    found, key = (jax.random.key_data(one["key"]).tolist() for one in (restored, want))
+    assert found == key
     assert restored["name"] == want["name"]
-    assert [fault for _, fault in checkpoint.verify() if fault] == []
+    assert faults_of(checkpoint) == []
 
 
 def save(url: str, want: dict) -> None:
@@ -55,7 +51,7 @@ def names(url: str) -> set[str]:
     return {file.name for file in file_path(url).folder().walk()}
 
 
-def test_saves_and_conversions_give_the_same_bits(store: Store, tmp_path):
+def test_saves_and_conversions_give_the_same_bits(store, tmp_path):
     """Disk to bucket, bucket to bucket, bucket to disk."""
     save(f"{store.url}/saved", tree())
     check(f"{store.url}/saved", tree())
@@ -97,9 +93,8 @@ def test_few_requests_wait_for_one_another(faulty_s3):
     def look(root: str) -> None:
         saved, converted = f"{root}/saved", f"{root}/converted"
         assert asked(lambda: save(saved, want), 7 + 1) <= 2 * 24 + 10
-        order = [
-            request.path.rpartition("/")[2] for request in proxy.seen if request.method == "PUT"
-        ]
+        puts = [request.path for request in proxy.seen if request.method == "PUT"]
+        order = [path.rpartition("/")[2] for path in puts]
         assert order[0] == WRITER_FILE
         assert order[-2:] == [METADATA_FILE, "_METADATA"]
         assert asked(lambda: ucp.open(saved), 3 + 1) <= 6
@@ -112,7 +107,7 @@ def test_few_requests_wait_for_one_another(faulty_s3):
     look(f"{store.url}/last")
 
 
-def test_what_was_written_is_looked_at_by_its_version(s3: Store, monkeypatch):
+def test_what_was_written_is_looked_at_by_its_version(s3, monkeypatch):
     """What is beside the arrays is not read again, unless it is not what was written."""
     from jax_ucp.universal.store import Commit
 
@@ -129,7 +124,7 @@ def test_what_was_written_is_looked_at_by_its_version(s3: Store, monkeypatch):
         ucp.open(s3.url)
 
 
-def test_what_is_a_checkpoint_is_not_written_over(store: Store):
+def test_what_is_a_checkpoint_is_not_written_over(store):
     save(store.url, tree())
     before = names(store.url)
     with pytest.raises(FileExistsError, match="is a checkpoint already"):
@@ -140,7 +135,7 @@ def test_what_is_a_checkpoint_is_not_written_over(store: Store):
     check(store.url, tree())
 
 
-def test_the_second_of_two_writers_is_told_before_it_writes(store: Store):
+def test_the_second_of_two_writers_is_told_before_it_writes(store):
     with claimed(file_path(store.url).folder()):
         with pytest.raises(FileExistsError, match=r"written by another save.*writer.*begun"):
             save(store.url, tree(1))
@@ -150,7 +145,7 @@ def test_the_second_of_two_writers_is_told_before_it_writes(store: Store):
     assert WRITER_FILE not in names(store.url)
 
 
-def test_who_commits_second_is_told_and_nothing_is_written_over(s3: Store, monkeypatch):
+def test_who_commits_second_is_told_and_nothing_is_written_over(s3, monkeypatch):
     """A writer that no claim keeps away commits first."""
     from jax_ucp.universal import store as store_module
 
@@ -167,7 +162,7 @@ def test_who_commits_second_is_told_and_nothing_is_written_over(s3: Store, monke
     assert read_file(files, METADATA_FILE) == b"another's"
 
 
-def test_a_save_that_fails_can_be_done_again(s3: Store, monkeypatch):
+def test_a_save_that_fails_can_be_done_again(s3, monkeypatch):
     from jax_ucp.files.object_store import Bucket
 
     write = Bucket.write
@@ -211,9 +206,8 @@ def test_a_conversion_that_was_stopped_is_taken_up(faulty_s3, tmp_path, monkeypa
         ucp.open(store.url)
     done = {name for name in names(store.url) if "/c" in name}
     written = []
-    monkeypatch.setattr(
-        "jax_ucp.universal.store.ZarrStore.write", _noting(written, ZarrStore.write)
-    )
+    write = _noting(written, ZarrStore.write)
+    monkeypatch.setattr("jax_ucp.universal.store.ZarrStore.write", write)
     ucp.open(tmp_path / "source").save(store.url, budget_bytes=BUDGET)
     check(store.url, tree())
     assert len(done) >= 5
@@ -229,7 +223,7 @@ def _noting(written, write):
     return noted
 
 
-def test_a_conversion_does_not_take_up_another(s3: Store, tmp_path):
+def test_a_conversion_does_not_take_up_another(s3, tmp_path):
     for first in (0, 1):
         save(str(tmp_path / str(first)), tree(first))
     with pytest.raises(KeyboardInterrupt):
@@ -241,7 +235,7 @@ def test_a_conversion_does_not_take_up_another(s3: Store, tmp_path):
         ucp.open(tmp_path / "1").save(f"{s3.url}/other")
 
 
-def test_a_target_inside_the_source_is_refused(s3: Store):
+def test_a_target_inside_the_source_is_refused(s3):
     save(f"{s3.url}/a", tree())
     with pytest.raises(FileExistsError, match="lies in the source"):
         ucp.open(f"{s3.url}/a").save(f"{s3.url}/a/b")
@@ -249,7 +243,7 @@ def test_a_target_inside_the_source_is_refused(s3: Store):
 
 
 @pytest.mark.slow
-def test_an_executor_converts_from_bucket_to_bucket(s3: Store):
+def test_an_executor_converts_from_bucket_to_bucket(s3):
     save(f"{s3.url}/a", tree())
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
         ucp.open(f"{s3.url}/a").save(f"{s3.url}/b", budget_bytes=BUDGET, executor=executor)
@@ -257,7 +251,7 @@ def test_an_executor_converts_from_bucket_to_bucket(s3: Store):
 
 
 @pytest.mark.slow
-def test_azure(azure: Store):
+def test_azure(azure):
     save(f"{azure.url}/a", tree())
     check(f"{azure.url}/a", tree())
     ucp.open(f"{azure.url}/a").save(f"{azure.url}/b")
@@ -267,7 +261,7 @@ def test_azure(azure: Store):
 
 
 @pytest.mark.slow
-def test_faults_of_a_store_end_in_the_right_bits_or_an_error(s3: Store):
+def test_faults_of_a_store_end_in_the_right_bits_or_an_error(s3):
     """A sample of `tests/remote_faults.py`."""
     result = campaign(s3, 40, seed=10_000)
     assert result.findings == []
@@ -275,7 +269,7 @@ def test_faults_of_a_store_end_in_the_right_bits_or_an_error(s3: Store):
 
 
 @pytest.mark.slow
-def test_killed_saves_leave_nothing_that_opens_and_is_wrong(s3: Store):
+def test_killed_saves_leave_nothing_that_opens_and_is_wrong(s3):
     """A sample of `tests/remote_faults.py --kills`."""
     result = kills(s3, 10, seed=10_000)
     assert result.findings == []

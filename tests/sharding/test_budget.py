@@ -1,9 +1,8 @@
-"""Whatever the budget: the same arrays, each stored chunk read once, and no more in flight than
-was said.
-"""
+"""Whatever the budget: the same arrays, each stored chunk read once, no more in flight."""
 
 import math
 import tracemalloc
+from functools import partial
 
 import jax
 import ml_dtypes
@@ -29,8 +28,8 @@ from workers.reads import bytes_read
 BITS = np.random.default_rng(0).integers(0, 1 << 32, (1536, 768), np.uint32)
 WANT = {
     "w": BITS.view(np.float32),
-    "half": BITS[:768].view(ml_dtypes.bfloat16),
     "count": BITS.astype(np.int32),
+    "half": BITS[:768].view(ml_dtypes.bfloat16),
 }
 SPECS = [P("x"), P(None, "x"), P()]
 
@@ -39,9 +38,8 @@ SPECS = [P("x"), P(None, "x"), P()]
 def saved(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("budget") / "step")
     mesh = Mesh(np.array(jax.devices()), ("x",))
-    tree = {
-        name: jax.device_put(array, NamedSharding(mesh, P("x"))) for name, array in WANT.items()
-    }
+    sharding = NamedSharding(mesh, P("x"))
+    tree = {name: jax.device_put(array, sharding) for name, array in WANT.items()}
     ocp.Checkpointer(ucp.CheckpointHandler()).save(path, args=ucp.args.Save(tree))
     return path
 
@@ -50,9 +48,8 @@ def saved(tmp_path_factory) -> str:
 def devices_are(request, monkeypatch) -> str:
     """With `accelerator` the CPU devices are taken for devices with a memory of their own."""
     if request.param == "accelerator":
-        monkeypatch.setattr(
-            ReadRequest, "in_place", property(lambda wanted: wanted.sharding is None)
-        )
+        unsharded = property(lambda wanted: wanted.sharding is None)
+        monkeypatch.setattr(ReadRequest, "in_place", unsharded)
     return request.param
 
 
@@ -81,9 +78,8 @@ def test_any_budget_casts_alike(saved, budget, kind):
     dtypes = {"w": ml_dtypes.bfloat16, "half": np.float32, "count": np.int32}
     shapes = {name: (array.shape, dtypes[name]) for name, array in WANT.items()}
     if kind == "mesh":
-        target = {
-            name: jax.ShapeDtypeStruct(*about, sharding=sharding) for name, about in shapes.items()
-        }
+        like = partial(jax.ShapeDtypeStruct, sharding=sharding)
+        target = {name: like(*about) for name, about in shapes.items()}
     else:
         target = {name: np.empty(*about) for name, about in shapes.items()}
     got = ucp.open(saved).restore(target, cast=True, budget_bytes=budget)
@@ -106,9 +102,8 @@ def test_64_bits_land_in_blocks_too():
     want = np.random.default_rng(1).integers(-(1 << 62), 1 << 62, (512, 96))
     with enable_x64(True):
         mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
-        got = Checkpoint(contents_of({"param": {"w": want}})).restore(
-            mesh=mesh, budget_bytes=1 << 16
-        )
+        checkpoint = Checkpoint(contents_of({"param": {"w": want}}))
+        got = checkpoint.restore(mesh=mesh, budget_bytes=1 << 16)
     assert same_bits(np.asarray(got["param"]["w"]), want)
 
 
@@ -118,17 +113,14 @@ def test_blocks_hold_the_boxes_cut_no_chunk_and_are_apart(data):
     chunk = data.draw(st.none() | st.tuples(*(st.integers(1, n) for n in shape)))
     some = [box for box in data.draw(grids(shape)) if box.size]
     boxes = data.draw(st.lists(st.sampled_from(some), min_size=1, unique=True))
-    info, most = (
-        ArrayInfo(shape, np.dtype(np.int16), chunk),
-        data.draw(st.integers(1, 2 * math.prod(shape))),
-    )
+    info = ArrayInfo(shape, np.dtype(np.int16), chunk)
+    most = data.draw(st.integers(1, 2 * math.prod(shape)))
     seen = np.zeros(np.multiply(shape, 2), np.int64)  # blocks may reach past the array
     for block in info.blocks(boxes, most):
         seen[block.index] += 1
         assert any(box.intersect(block) for box in boxes)
-        assert block.size * info.dtype.itemsize <= max(
-            most, info.dtype.itemsize * math.prod(chunk or ())
-        )
+        itemsize = info.dtype.itemsize
+        assert block.size * itemsize <= max(most, itemsize * math.prod(chunk or ()))
         assert all(a % n == 0 for a, n in zip(block.start, chunk or (1,) * len(shape), strict=True))
     assert seen.max() == 1
     assert all(seen[box.index].all() for box in boxes)
@@ -136,9 +128,7 @@ def test_blocks_hold_the_boxes_cut_no_chunk_and_are_apart(data):
 
 @pytest.mark.usefixtures("devices_are")
 def test_a_process_without_devices_of_the_mesh_takes_nothing_whatever_the_budget(saved):
-    """It has no boxes, and what a stored chunk would cost is none of its business, however small
-    the budget.
-    """
+    """It has no boxes, and what a stored chunk would cost is none of its business."""
     found = ucp.open(saved)._contents
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     for leaf in found.leaves:
@@ -157,14 +147,11 @@ class Copies(MemoryStore):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_block_takes_no_more_memory_than_it_costs(spec, dtype):
     array = np.random.default_rng(2).normal(size=(1920, 132)).astype(np.float32)
-    sharding, store = (
-        NamedSharding(Mesh(np.array(jax.devices()[:3]), ("x",)), spec),
-        Copies({"w": array}),
-    )
+    mesh, store = Mesh(np.array(jax.devices()[:3]), ("x",)), Copies({"w": array})
+    sharding = NamedSharding(mesh, spec)
     with enable_x64(True):
-        wanted = ReadRequest(
-            store, "w", device_boxes(sharding, array.shape), np.dtype(dtype), sharding
-        )
+        boxes = device_boxes(sharding, array.shape)
+        wanted = ReadRequest(store, "w", boxes, np.dtype(dtype), sharding)
         place = output_buffers(wanted)
         assert place is not None
         for block in wanted.blocks(200_000):

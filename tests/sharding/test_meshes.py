@@ -52,9 +52,8 @@ def saved(tmp_path_factory) -> dict[str, str]:
 
 def check_shards(array: jax.Array, want: np.ndarray, label: str) -> None:
     for shard in array.addressable_shards:
-        assert same_bits(np.asarray(shard.data), want[index_box(shard.index, want.shape).index]), (
-            label
-        )
+        part = want[index_box(shard.index, want.shape).index]
+        assert same_bits(np.asarray(shard.data), part), label
 
 
 @pytest.mark.parametrize("target", MESHES)
@@ -67,17 +66,14 @@ def test_every_spec_on_every_mesh_restores_as_every_spec_on_every_other(saved, s
         for label, want in WANT.items():
             check_shards(got[label], want, f"{label} as {spec}")
             fitted = fit_spec(tuple(spec), want.shape, MESHES[target])
-            assert got[label].sharding.is_equivalent_to(
-                NamedSharding(mesh, P(*fitted.spec)), want.ndim
-            )
+            placed = NamedSharding(mesh, P(*fitted.spec))
+            assert got[label].sharding.is_equivalent_to(placed, want.ndim)
 
 
 @pytest.mark.parametrize(
     ("source", "target"), list(itertools.product(["4x2", "2x2x2"], ["8", "2x4", "3"]))
 )
-def test_without_rules_each_array_keeps_the_spec_it_was_saved_with_as_far_as_the_mesh_allows(
-    saved, source, target
-):
+def test_without_rules_each_array_keeps_its_saved_spec_as_far_as_meshes_can(saved, source, target):
     checkpoint, mesh = ucp.open(saved[source]), mesh_of(MESHES[target])
     plan = checkpoint.plan(mesh=mesh)
     got = restored_on(mesh, checkpoint)

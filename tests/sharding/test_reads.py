@@ -1,6 +1,4 @@
-"""What a plan says that hosts read is what a restore's boxes and chunks come to, counted one by
-one.
-"""
+"""What a plan says that hosts read is what a restore's boxes and chunks come to, counted."""
 
 import math
 from pathlib import Path
@@ -47,9 +45,7 @@ def test_a_plan_counts_what_the_boxes_of_each_host_touch(data):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_a_file_that_holds_pieces_of_several_arrays_is_opened_once_by_each_host_that_needs_one(
-    data,
-):
+def test_a_file_with_pieces_of_several_arrays_is_opened_once_by_each_host_that_needs_one(data):
     pieces = [
         tuple((data.draw(st.sampled_from("abc")), box) for box in grid_boxes((8, 8), cut))
         for cut in data.draw(
@@ -60,18 +56,11 @@ def test_a_file_that_holds_pieces_of_several_arrays_is_opened_once_by_each_host_
     arrays = [PlannedArray((8, 8), 4, Chunks((8, 8), (1, 1)), spec, each) for each in pieces]
     found = planned_reads(arrays, HostMesh.of(MESH, hosts))
     for host, boxes in enumerate(boxes_of_hosts(MESH, (8, 8), spec, hosts)):
-        names = {
-            name
-            for each in pieces
-            for name, piece in each
-            if any(piece.intersect(box) for box in boxes)
-        }
+        flat = [(name, piece) for each in pieces for name, piece in each]
+        names = {name for name, piece in flat if any(piece.intersect(box) for box in boxes)}
         assert found.files[host] == len(names)
-        assert (
-            found.read[host]
-            == found.needed[host]
-            == 4 * len(pieces) * sum(box.size for box in boxes)
-        )
+        needed = 4 * len(pieces) * sum(box.size for box in boxes)
+        assert found.read[host] == found.needed[host] == needed
 
 
 @pytest.mark.parametrize("case", ["dcp_hf_sharded_2d", "dcp_threads2"])
@@ -83,11 +72,8 @@ def test_of_an_imported_checkpoint_each_host_opens_the_files_whose_pieces_its_bo
         spec = fit_spec(("a",), leaf.shape, dict(MESH.shape)).spec
         for host, boxes in enumerate(boxes_of_hosts(MESH, leaf.shape, spec, 4)):
             needed[host] += sum(box.size for box in boxes) * np.dtype(leaf.dtype).itemsize
-            met = [
-                piece
-                for piece in checkpoint.where(leaf)
-                if any(box.intersect(piece.target) for box in boxes)
-            ]
+            whole = checkpoint.where(leaf)
+            met = [piece for piece in whole if any(box.intersect(piece.target) for box in boxes)]
             files[host] |= {next(p.file for p in met if p.target == piece.target) for piece in met}
     assert found.files.tolist() == [len(each) for each in files]
     assert len(set(found.files.tolist())) > 1

@@ -138,9 +138,8 @@ def turn_round(file: Path, count: int, nbytes: int) -> None:
 @given(st.data())
 def test_any_boxes_of_any_chunks_come_in_whatever_order_inner_chunks_lie(tmp_path_factory, data):
     inner = data.draw(st.sampled_from([(2, 3), (4, 4), (8, 6), (5, 7)]), label="inner")
-    chunks = Chunks(
-        tuple(i * data.draw(st.integers(1, 3), label="inner chunks") for i in inner), inner
-    )
+    counts = [data.draw(st.integers(1, 3), label="inner chunks") for _ in inner]
+    chunks = Chunks(tuple(i * n for i, n in zip(inner, counts, strict=True)), inner)
     array = numbered((8, 12), np.int32)
     boxes = data.draw(st.lists(boxes_in(array.shape), min_size=1, max_size=4), label="boxes")
     outs = [np.full(box.shape, -1, np.int32) for box in boxes]

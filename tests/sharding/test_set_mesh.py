@@ -1,8 +1,7 @@
-"""Abstract targets without devices of their own go on the mesh that is set, as they say, by
-whatever way they are restored.
-"""
+"""Abstract targets without devices go on the mesh that is set, by whatever way of restoring."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,10 @@ def mesh_of(kind: str) -> Mesh:
 
 def state() -> dict[str, Any]:
     specs = {"w": P("data", "model"), "b": P(), "scale": P(), "key": P()}
-    values = {
-        "w": jnp.arange(64.0).reshape(8, 8),
-        "b": jnp.arange(8, dtype=jnp.bfloat16),
-        "scale": jnp.float32(3),
-        "key": jax.random.key(5),
-    }
-    return {
-        name: jax.device_put(values[name], NamedSharding(SAVED_ON, spec))
-        for name, spec in specs.items()
-    }
+    values = {"w": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8, dtype=jnp.bfloat16)}
+    values |= {"scale": jnp.float32(3), "key": jax.random.key(5)}
+    placed = {name: NamedSharding(SAVED_ON, spec) for name, spec in specs.items()}
+    return {name: jax.device_put(values[name], own) for name, own in placed.items()}
 
 
 def by_manager(path: Path, target: Any) -> Any:
@@ -100,12 +93,9 @@ def run(tmp_path_factory) -> Path:
 
 def abstract(mesh: Mesh) -> dict[str, Any]:
     """What `jax.eval_shape` gives within a mesh, with specs of its own."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(mesh.abstract_mesh, SPECS[name])
-        )
-        for name, x in state().items()
-    }
+    placed = {name: NamedSharding(mesh.abstract_mesh, spec) for name, spec in SPECS.items()}
+    arrays = state().items()
+    return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed[n]) for n, x in arrays}
 
 
 def check(got: dict[str, Any], mesh: Mesh, specs: dict[str, P]) -> None:
@@ -194,13 +184,10 @@ def test_a_restore_without_a_target_is_on_the_mesh_that_is_set_only_if_it_is_the
     checkpoint = ucp.open(run, step=0)
     same = Mesh(SAVED_ON.devices, SAVED_ON.axis_names, axis_types=(AxisType.Explicit,) * 2)
     with set_mesh(same):
-        assert checkpoint.restore(mesh="saved")["w"].sharding == NamedSharding(
-            same, P("data", "model")
-        )
-    with (
-        set_mesh(mesh_of("explicit")),
-        pytest.warns(ShardingWarning, match="w: it is on the mesh that it was saved from, not"),
-    ):
+        want = NamedSharding(same, P("data", "model"))
+        assert checkpoint.restore(mesh="saved")["w"].sharding == want
+    words = "w: it is on the mesh that it was saved from, not"
+    with set_mesh(mesh_of("explicit")), pytest.warns(ShardingWarning, match=words):
         got = checkpoint.restore(mesh="saved")["w"]
     assert got.sharding == NamedSharding(SAVED_ON, P("data", "model"))
 
@@ -213,10 +200,8 @@ def test_an_optimizer_state_goes_on_the_mesh_that_is_set_as_its_parameters_say()
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         for spec in (None, P()):
             own = spec and NamedSharding(mesh.abstract_mesh, spec)
-            target = {
-                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
-                for name, x in plain.items()
-            }
+            like = partial(jax.ShapeDtypeStruct, sharding=own)
+            target = {name: like(x.shape, x.dtype) for name, x in plain.items()}
             got = checkpoint.plan_optimizer(optax.adam(1e-3), target, check=False).restore()
             meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves(got)}
             assert meshes == {mesh}

@@ -1,6 +1,4 @@
-"""Reads shared by processes: the pieces of every box are the box, and joined they are the
-original bits.
-"""
+"""Reads shared by processes: the pieces of every box are the box, and joined the original bits."""
 
 import itertools
 import math
@@ -50,9 +48,8 @@ def mesh_of(sizes: dict[str, int], **more) -> Mesh:
 @st.composite
 def shardings(draw: st.DrawFn, shape: tuple[int, ...]) -> NamedSharding:
     sizes = draw(st.sampled_from(SIZES))
-    return NamedSharding(
-        mesh_of(sizes), P(*fit_spec(draw(st.sampled_from(SPECS)), shape, sizes).spec)
-    )
+    fitted = fit_spec(draw(st.sampled_from(SPECS)), shape, sizes)
+    return NamedSharding(mesh_of(sizes), P(*fitted.spec))
 
 
 shapes = st.lists(st.integers(1, 17), min_size=1, max_size=3).map(tuple)
@@ -64,27 +61,22 @@ def boxes_of(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:
 
 
 def free_names(sharding: NamedSharding) -> tuple[str, ...]:
-    used = {
-        name for axes in sharding.spec for name in (axes if isinstance(axes, tuple) else (axes,))
-    }
+    entries = (axes if isinstance(axes, tuple) else (axes,) for axes in sharding.spec)
+    used = {name for axes in entries for name in axes}
     return tuple(name for name in sharding.mesh.axis_names if name not in used)
 
 
 @st.composite
 def reads(draw: st.DrawFn, dtype=np.uint8) -> SharedRead:
-    """Any array by any sharding, cut anywhere into as many pieces as there are copies, or more
-    than are needed.
-    """
+    """Any array by any sharding, cut into as many pieces as there are copies, or more."""
     shape = draw(shapes)
     sharding = draw(shardings(shape).filter(free_names))
     axis = draw(st.integers(0, len(shape) - 1))
     names = free_names(sharding)
-    even = -(
-        -sharding.shard_shape(shape)[axis] // math.prod(sharding.mesh.shape[name] for name in names)
-    )
-    return SharedRead(
-        shape, np.dtype(dtype), sharding, AxisCut(axis, draw(st.integers(even, even + 2)), names)
-    )
+    copies = math.prod(sharding.mesh.shape[name] for name in names)
+    even = -(-sharding.shard_shape(shape)[axis] // copies)
+    cut = AxisCut(axis, draw(st.integers(even, even + 2)), names)
+    return SharedRead(shape, np.dtype(dtype), sharding, cut)
 
 
 def parts_of(shared: SharedRead, array: np.ndarray) -> list[np.ndarray]:
@@ -92,19 +84,15 @@ def parts_of(shared: SharedRead, array: np.ndarray) -> list[np.ndarray]:
 
 
 def bits(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An array with every bit pattern that a random generator gives: negative zeros and NaNs
-    with a payload too.
-    """
+    """An array with every bit pattern: negative zeros and NaNs with a payload too."""
     dtype = np.dtype(dtype)
     rng = np.random.default_rng(math.prod(shape))
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(np.bool_)
     array = rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8).view(dtype)
-    special = (
-        np.array([-0.0, np.nan, -np.nan, np.inf]).astype(dtype)
-        if dtype.kind in "fV"
-        else array.flat[:1]
-    )
+    special = array.flat[:1]
+    if dtype.kind in "fV":
+        special = np.array([-0.0, np.nan, -np.nan, np.inf]).astype(dtype)
     array.flat[: special.size] = special[: array.size]
     return array
 
@@ -152,21 +140,16 @@ def test_another_mesh_may_be_set_and_the_kind_of_memory_stays(kind, axis_type):
 
 
 def elements_read(boxes: Iterable[tuple[int, Box]], info: ArrayInfo) -> int:
-    """Elements of the chunks that the boxes of each owner meet, each chunk once for an owner;
-    counted one by one.
-    """
+    """Elements of the chunks that each owner's boxes meet, each chunk once for an owner."""
     unit = info.chunk or (1,) * len(info.shape)
     grid = list(grid_boxes(info.shape, unit))
-    return math.prod(unit) * len(
-        {(owner, c) for owner, box in boxes for c in grid if box.intersect(c)}
-    )
+    met = {(owner, c) for owner, box in boxes for c in grid if box.intersect(c)}
+    return math.prod(unit) * len(met)
 
 
 @st.composite
 def placed_arrays(draw: st.DrawFn) -> tuple[NamedSharding, ArrayInfo, tuple[int, ...]]:
-    """An array in chunks, the sharding it is restored by, and the process of each device of the
-    mesh.
-    """
+    """An array in chunks, its sharding, and the process of each device of the mesh."""
     shape = tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=2)))
     sharding = draw(shardings(shape))
     whole = [sharding.shard_shape(shape), tuple(-(-n // 2) for n in shape)]
@@ -174,11 +157,8 @@ def placed_arrays(draw: st.DrawFn) -> tuple[NamedSharding, ArrayInfo, tuple[int,
     size = sharding.mesh.size
     processes = draw(st.sampled_from([p for p in (1, 2, 4, 8) if size % p == 0]))
     owners = [i * processes // size for i in range(size)]
-    return (
-        sharding,
-        ArrayInfo(shape, np.dtype(np.float32), chunk),
-        tuple(draw(st.permutations(owners) | st.just(owners))),
-    )
+    info = ArrayInfo(shape, np.dtype(np.float32), chunk)
+    return sharding, info, tuple(draw(st.permutations(owners) | st.just(owners)))
 
 
 @given(placed_arrays())
@@ -192,13 +172,11 @@ def test_the_best_cut_reads_least_of_all_and_nothing_twice_where_chunks_allow_it
     copies, names = places.max() + 1, free_names(sharding)
     costs = {}
     for axis, n in enumerate(boxes[0].shape):
-        for length in (
-            {-(-n // copies), -(-n // copies // unit[axis]) * unit[axis]} if names else ()
-        ):
+        even = -(-n // copies)
+        for length in {even, -(-n // copies // unit[axis]) * unit[axis]} if names else ():
             if length * copies < 2 * n:
-                pieces = SharedRead(
-                    info.shape, info.dtype, sharding, AxisCut(axis, length, names)
-                ).boxes()
+                cut = AxisCut(axis, length, names)
+                pieces = SharedRead(info.shape, info.dtype, sharding, cut).boxes()
                 read = ((owner[device], piece) for piece, (device,) in pieces.items())
                 costs[axis, length] = elements_read(read, info)
     alone = elements_read(zip(owners, boxes, strict=True), info)
@@ -228,9 +206,7 @@ def test_arrays_that_are_small_or_held_once_or_not_whole_bytes_are_not_shared(mo
     assert shared_read(everywhere, large, float32) is None  # there is one process
     monkeypatch.setattr(share, "_owners", lambda mesh: (0, 0, 0, 0, 1, 1, 1, 1))
 
-    def cut(
-        spec: P, shape: tuple[int, ...], chunk: tuple[int, ...] | None = None
-    ) -> AxisCut | None:
+    def cut(spec: P, shape: tuple[int, ...], chunk=None) -> AxisCut | None:
         read = shared_read(NamedSharding(mesh, spec), ArrayInfo(shape, float32, chunk), float32)
         return read and read.cut
 
@@ -247,18 +223,14 @@ def test_arrays_that_are_small_or_held_once_or_not_whole_bytes_are_not_shared(mo
         assert shared_read(everywhere, large, np.dtype(name)) is not None, name
     for name in ("complex64", "complex128", "int4", "uint2", "float4_e2m1fn"):
         assert shared_read(everywhere, large, np.dtype(name)) is None, name
-    for other in (
-        None,
-        SingleDeviceSharding(jax.devices()[0]),
-        NamedSharding(mesh.abstract_mesh, P()),
-    ):
+    one = SingleDeviceSharding(jax.devices()[0])
+    for other in (None, one, NamedSharding(mesh.abstract_mesh, P())):
         assert shared_read(other, large, float32) is None
 
 
 def test_in_one_process_the_plan_is_what_it_was():
-    tree = {
-        "w": jax.device_put(np.ones((1024, 64), np.float32), NamedSharding(mesh_of({"a": 8}), P()))
-    }
+    replicated = NamedSharding(mesh_of({"a": 8}), P())
+    tree = {"w": jax.device_put(np.ones((1024, 64), np.float32), replicated)}
     checkpoint = ucp.Checkpoint.of(tree)
     shared, plain = checkpoint.plan(tree, share_reads=True), checkpoint.plan(tree)
     assert shared.placements == plain.placements
@@ -293,14 +265,11 @@ def test_while_a_result_is_used_the_next_is_worked_at():
 
 
 @given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(["sample", "full"]), st.booleans())
-def test_proofs_in_full_are_dealt_out_to_the_processes_that_share_and_samples_are_not(
-    count, processes, extent, shares
-):
+def test_proofs_in_full_are_dealt_out_and_samples_are_not(count, processes, extent, shares):
     checks = [Check(str(i), frozenset(), 0, lambda: None) for i in range(count)]
     sharding = NamedSharding(mesh_of({"a": 8}), P())
-    shared = (
-        SharedRead((8,), np.dtype(np.uint8), sharding, AxisCut(0, 1, ("a",))) if shares else None
-    )
+    read = SharedRead((8,), np.dtype(np.uint8), sharding, AxisCut(0, 1, ("a",)))
+    shared = read if shares else None
     plan = RestorePlan([Placement(Leaf((), "w", "array", (8,), "uint8"), "jax", shared=shared)])
     run: list[str] = []
     for process in range(processes):

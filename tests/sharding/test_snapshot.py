@@ -1,6 +1,4 @@
-"""What a process copies of a tree when it saves: what it writes, and no part that it does not
-need for that.
-"""
+"""What a process copies of a tree when it saves: what it writes, and no part more."""
 
 import gc
 

@@ -90,11 +90,8 @@ def test_every_bit_comes_through_pinned_memory_in_pieces(link, want):
 
 
 def test_what_is_held_of_pinned_memory_is_bounded_whatever_is_saved(link):
-    arrays = [
-        jax.device_put(BITS.astype(np.int32) + i, device)
-        for i in range(8)
-        for device in jax.devices()[:4]
-    ]
+    pairs = [(i, device) for i in range(8) for device in jax.devices()[:4]]
+    arrays = [jax.device_put(BITS.astype(np.int32) + i, device) for i, device in pairs]
     for array, got in zip(arrays, transfer.to_host(arrays), strict=True):
         np.testing.assert_array_equal(got, BITS.astype(np.int32) + int(array[0, 0] - BITS[0, 0]))
     assert 0 < link.most <= transfer.PINNED_BYTES

@@ -1,6 +1,4 @@
-"""Checkpoints that PyTorch's DCP wrote, against the state taken from the live processes before
-the save.
-"""
+"""Checkpoints that PyTorch's DCP wrote, against the state of the live processes."""
 
 import shutil
 
@@ -34,11 +32,8 @@ def test_objects_are_extras_with_their_values():
         for name, value in Case(f"torch/{case}").about.get("objects", {}).items():
             if case != "dcp_objects":
                 assert kept[name] == value, name
-    kept = {
-        name: v
-        for file in ucp.open(DATA / "dcp_objects" / "ckpt").extras.values()
-        for name, v in file.items()
-    }
+    files = ucp.open(DATA / "dcp_objects" / "ckpt").extras.values()
+    kept = {name: value for file in files for name, value in file.items()}
     plain = Case("torch/dcp_objects").about["objects"]
     special = {
         "o.big_int": 2**80,
@@ -54,18 +49,11 @@ def test_objects_are_extras_with_their_values():
 
 def test_weights_alone_leave_the_optimizer_aside_with_a_reason():
     checkpoint = ucp.open(DATA / "fsdp2_dp2_amsgrad" / "ckpt", weights_only=True)
-    assert {leaf.label for leaf in checkpoint.leaves} == {
-        label for label in Case("torch/fsdp2_dp2_amsgrad").truth() if label.startswith("param/")
-    }
-    skipped = [
-        item for item in checkpoint.inventory if "only weights were asked for" in item.reason
-    ]
-    assert {item.reason.partition(" of ")[0] for item in skipped} == {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "step",
-    }
+    truth = Case("torch/fsdp2_dp2_amsgrad").truth()
+    assert set(checkpoint) == {label for label in truth if label.startswith("param/")}
+    skipped = [item for item in checkpoint.inventory if "only weights were asked" in item.reason]
+    states = {item.reason.partition(" of ")[0] for item in skipped}
+    assert states == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
     assert_accounted_for(checkpoint)
 
 
@@ -79,9 +67,7 @@ def test_a_slice_of_a_parameter_opens_only_the_items_that_hold_it(tmp_path):
     shutil.copytree(folder, damaged)
     (damaged / second.file).write_bytes(b"\0" * (damaged / second.file).stat().st_size)
     param = ucp.open(damaged).params["output.weight"]
-    np.testing.assert_array_equal(
-        param.read(box=first.target),
-        Case("torch/dcp_file_per_item").truth()["param/output.weight"][first.target.index],
-    )
+    want = Case("torch/dcp_file_per_item").truth()["param/output.weight"]
+    np.testing.assert_array_equal(param.read(box=first.target), want[first.target.index])
     with pytest.raises(FormatError, match=second.file):
         param.read(box=second.target)

@@ -1,6 +1,4 @@
-"""DCP checkpoints cut in every way that can be, read back equal; and damaged ones, refused with
-the file's name.
-"""
+"""DCP checkpoints cut in every way, read back equal; and damaged ones, refused by file name."""
 
 import gc
 import shutil
@@ -34,9 +32,7 @@ def chunkings(draw: st.DrawFn) -> dict[str, tuple[np.ndarray, list[tuple[str, Bo
         shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
         bits = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 2, (*shape, 8), np.uint8)
         whole = np.packbits(bits, -1)[..., 0].astype(draw(st.sampled_from(DTYPES)))
-        boxes = dict.fromkeys(
-            sorted(draw(grids(shape)), key=lambda box: (-box.size, -sum(box.shape)))
-        )
+        boxes = dict.fromkeys(sorted(draw(grids(shape)), key=lambda x: (-x.size, -sum(x.shape))))
         # one item lies at one offset: the largest
         first = {box.start: box for box in reversed(boxes)}
         boxes = [box for box in boxes if first[box.start].size or first[box.start] == box]
@@ -70,21 +66,13 @@ def test_the_tables_of_several_ranks_are_one_and_their_replicas_are_compared(ten
         for fqn, (whole, chunks) in tensors.items():
             owners = [data.draw(st.sets(st.integers(0, 2), min_size=1)) for _ in chunks]
             for rank, writer in enumerate(ranks):
-                own = [
-                    (f"__{rank}_0.distcp", box)
-                    for (_, box), by in zip(chunks, owners, strict=True)
-                    if rank in by
-                ]
-                if own := {
-                    box.start: (file, box)
-                    for file, box in sorted(own, key=lambda one: sum(one[1].shape))
-                }:
+                mine = [box for (_, box), by in zip(chunks, owners, strict=True) if rank in by]
+                own = [(f"__{rank}_0.distcp", box) for box in mine]
+                ordered = sorted(own, key=lambda one: sum(one[1].shape))
+                if own := {box.start: (file, box) for file, box in ordered}:
                     writer.tensor(fqn, whole, own.values())
-            twice += [
-                (fqn, box)
-                for (_, box), by in zip(chunks, owners, strict=True)
-                if box.size and len(by) > 1
-            ]
+            both = zip(chunks, owners, strict=True)
+            twice += [(fqn, box) for (_, box), by in both if box.size and len(by) > 1]
         for rank, writer in enumerate(ranks):
             writer.finish(f"__{rank}.metadata")
         checkpoint = ucp.open(folder)
@@ -96,17 +84,12 @@ def test_the_tables_of_several_ranks_are_one_and_their_replicas_are_compared(ten
             whole = np.array(tensors[fqn][0])
             whole[box.index] = whole[box.index] == 0  # 0 becomes 1, and anything else 0
             change_replica(checkpoint, fqn, box, np.asarray(whole[box.index]), other)
-            faults = [
-                fault
-                for what, fault in ucp.open(folder).verify()
-                if fault and what == f"param/{fqn}"
-            ]
+            faults = [fault for what, fault in ucp.open(folder).verify() if what == f"param/{fqn}"]
+            faults = [fault for fault in faults if fault]
             assert "which should be replicas" in faults[0]
 
 
-def change_replica(
-    checkpoint: ucp.Checkpoint, fqn: str, box: Box, value: np.ndarray, scratch: Writer
-) -> None:
+def change_replica(checkpoint: ucp.Checkpoint, fqn: str, box: Box, value, scratch: Writer):
     """Write `value` in place of one copy of `box`, as an item that is whole in itself."""
     piece = next(piece for piece in checkpoint.where(f"param/{fqn}") if piece.target == box)
     start = int(piece.item.rpartition("@")[2])
@@ -130,30 +113,23 @@ def faults_of(folder: Path) -> list[str]:
 def test_the_metadata_of_a_rank_of_another_run_is_refused(copy_of):
     folder = copy_of("torch/dcp_no_collectives")
     writer = Writer(folder.parent / "other")
-    writer.tensor(
-        "output.weight", np.zeros((2, 2), np.float32), [("__1_0.distcp", Box((0, 0), (2, 2)))]
-    )
+    whole = Box((0, 0), (2, 2))
+    writer.tensor("output.weight", np.zeros((2, 2), np.float32), [("__1_0.distcp", whole)])
     shutil.copy(writer.finish("__1.metadata") / "__1.metadata", folder)
-    with pytest.raises(
-        FormatError,
-        match=r"__1\.metadata: output\.weight is .* files of different saves are in the folder",
-    ):
+    words = r"__1\.metadata: output\.weight is .* files of different saves are in the folder"
+    with pytest.raises(FormatError, match=words):
         ucp.open(folder)
 
 
 def contents(folder: Path) -> dict[str, tuple]:
     checkpoint = ucp.open(folder)
-    return {
-        leaf.label: (leaf.shape, leaf.dtype, checkpoint.read(leaf.label).tobytes())
-        for leaf in checkpoint.leaves
-    }
+    read = checkpoint.read
+    return {x.label: (x.shape, x.dtype, read(x.label).tobytes()) for x in checkpoint.leaves}
 
 
 @pytest.mark.parametrize("case", ["old_v260", "dcp_objects", "dcp_no_collectives", "dcp_noflatten"])
 def test_a_bit_of_the_metadata_is_refused_harmless_or_part_of_a_name(case):
-    """Names are what nothing else says: where they are written once, a changed one is another
-    name of the same.
-    """
+    """Names that are written once are what nothing else says: a changed one is another name."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(shutil.copytree(CASES / "torch" / case / "ckpt", Path(parent) / "c"))
@@ -187,50 +163,36 @@ def test_chunks_that_overlap_or_leave_a_hole_are_shown(writer):
     wide = Box((0, 2), (4, 6))
     writer.declare("w", WHOLE.dtype, WHOLE.shape, [LEFT, wide])
     writer.item("w", "__1_0.distcp", wide.start, WHOLE[wide.index])
-    with pytest.raises(
-        FormatError, match=r"storage_data has bytes of 'w' at \(0, 3\), where it has no chunk"
-    ):
+    with pytest.raises(FormatError, match=r"has bytes of 'w' at \(0, 3\), where it has no chunk"):
         ucp.open(writer.finish())
-    writer.storage = {
-        index: info for index, info in writer.storage.items() if index.state["offset"] != (0, 3)
-    }
+    writer.storage = {i: info for i, info in writer.storage.items() if i.state["offset"] != (0, 3)}
     with pytest.raises(LayoutError, match=r"(?s)c: param.w: .*overlap: .*"):
         ucp.open(writer.finish())
     narrow = Box((0, 3), (4, 5))
     writer.declare("w", WHOLE.dtype, WHOLE.shape, [LEFT, narrow])
-    writer.storage = {
-        index: info for index, info in writer.storage.items() if index.state["offset"] == (0, 0)
-    }
+    writer.storage = {i: info for i, info in writer.storage.items() if i.state["offset"] == (0, 0)}
     writer.item("w", "__1_0.distcp", narrow.start, WHOLE[narrow.index])
     with pytest.raises(LayoutError, match=r"(?s)c: param.w: .*hole: .*"):
         ucp.open(writer.finish())
 
 
 def test_a_chunk_that_no_file_holds_is_refused(writer):
-    writer.storage = {
-        index: info for index, info in writer.storage.items() if index.state["offset"] == (0, 0)
-    }
-    with pytest.raises(
-        FormatError, match=r"\.metadata: w: the chunk \[4, 3\] at \[0, 3\] is in no file"
-    ):
+    writer.storage = {i: info for i, info in writer.storage.items() if i.state["offset"] == (0, 0)}
+    with pytest.raises(FormatError, match=r"w: the chunk \[4, 3\] at \[0, 3\] is in no file"):
         ucp.open(writer.finish())
 
 
 def test_items_that_share_bytes_are_refused(writer):
     writer.declare("v", WHOLE.dtype, (4, 3), [Box((0, 0), (4, 3))])
     writer.place("v", (0, 0), "__0_0.distcp", 8, 100)
-    with pytest.raises(
-        FormatError, match=r"__0_0\.distcp: the bytes of v, from 8, overlap those of w"
-    ):
+    with pytest.raises(FormatError, match=r"__0_0\.distcp: .* of v, from 8, overlap those of w"):
         ucp.open(writer.finish())
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((4, 3), np.int64), ((4, 3), np.float16), ((3, 4), np.float32)]
 )
-def test_an_item_that_is_not_the_chunk_declared_is_found_by_a_read_and_by_verify(
-    writer, shape, dtype
-):
+def test_an_item_that_is_no_declared_chunk_is_found_by_a_read_and_verify(writer, shape, dtype):
     writer.declare("v", np.dtype(np.float32), (4, 3), [Box((0, 0), (4, 3))])
     writer.item("v", "__1_0.distcp", (0, 0), np.zeros(shape, dtype))
     checkpoint = ucp.open(writer.finish())
@@ -241,9 +203,7 @@ def test_an_item_that_is_not_the_chunk_declared_is_found_by_a_read_and_by_verify
 
 @given(st.permutations(range(20)), st.sets(st.integers(0, 19), max_size=3), st.booleans())
 @settings(max_examples=20)
-def test_a_damaged_item_is_refused_when_it_is_read_and_those_beside_it_are_read(
-    order, damaged, header
-):
+def test_a_damaged_item_is_refused_when_read_and_those_beside_it_are_read(order, damaged, header):
     with tempfile.TemporaryDirectory() as folder:
         writer = Writer(Path(folder))
         arrays = {i: np.full((3, 4 + i % 2), i, np.float32) for i in range(20)}
@@ -315,11 +275,8 @@ def test_objects_that_ask_for_code_or_are_made_of_data_are_left_out_and_noted(wr
     assert "run was left out" in hook
     assert "os.system" in hook
     assert "buffer in __1_0.distcp was left out: an object with 400 bytes of tensors" in data
-    reasons = {
-        item.where.partition("@")[0]: item.status
-        for item in checkpoint.inventory
-        if "distcp:" in item.where
-    }
+    items = [item for item in checkpoint.inventory if "distcp:" in item.where]
+    reasons = {item.where.partition("@")[0]: item.status for item in items}
     assert reasons["__0_0.distcp:run"] == reasons["__1_0.distcp:buffer"] == "skipped"
 
 
@@ -335,11 +292,9 @@ def test_paths_that_contradict_the_names_are_refused(writer, paths, message):
 
 def test_paths_of_what_was_not_stored_are_no_harm(writer):
     writer.paths = {"w": ("w",), "loader.rank_1": ("loader", "rank_1")}
-    assert [leaf.label for leaf in ucp.open(writer.finish()).leaves] == ["param/w"]
+    assert list(ucp.open(writer.finish())) == ["param/w"]
 
 
 def test_one_ranks_items_are_refused_by_themselves():
-    with pytest.raises(
-        FormatError, match=r"__0_0\.distcp holds one rank's items .*: open its folder"
-    ):
+    with pytest.raises(FormatError, match=r"distcp holds one rank's items .*: open its folder"):
         ucp.open(CASES / "torch" / "old_v1131" / "ckpt" / "__0_0.distcp")

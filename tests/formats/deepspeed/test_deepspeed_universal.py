@@ -1,6 +1,4 @@
-"""DeepSpeed's universal folders, against the state that was taken from the live processes before
-the save.
-"""
+"""DeepSpeed's universal folders, against the state that was taken from the live processes."""
 
 from pathlib import Path
 from typing import Any
@@ -20,21 +18,14 @@ def folder(tmp_path) -> Path:
 
 
 def test_what_lies_beside_is_accounted_for_at_every_level_and_weights_are_noted(folder):
-    for name in (
-        "model.safetensors", "zero/notes.txt", "zero/final_layernorm.bias/._fp32.pt", "copy (1).pt",
-    ):  # fmt: skip
+    names = {"model.safetensors", "zero/notes.txt", "copy (1).pt"}
+    names.add("zero/final_layernorm.bias/._fp32.pt")
+    for name in names:
         (folder / name).write_bytes(b"\0\5\x16\7")
     for path in (folder, folder.parent):
         checkpoint = ucp.open(path)
-        skipped = {
-            item.where for item in checkpoint.inventory if item.reason.startswith("lies beside")
-        }
-        assert skipped == {
-            "model.safetensors",
-            "zero/notes.txt",
-            "zero/final_layernorm.bias/._fp32.pt",
-            "copy (1).pt",
-        }
+        skipped = {x.where for x in checkpoint.inventory if x.reason.startswith("lies beside")}
+        assert skipped == names
         assert "not read: model.safetensors: weights beside the checkpoint" in checkpoint.notes
 
 

@@ -51,7 +51,7 @@ def mapped_to_names(case: str) -> ucp.Checkpoint:
 @pytest.mark.parametrize("case", IN_BLOCKS)
 def test_a_number_is_rounded_once(case, dtype):
     checkpoint, want = opened(case, dtype), Case(f"gguf/{case}").truth()
-    plain = {leaf.label for leaf in ucp.open(Case(f"gguf/{case}").path, dequantize=False).leaves}
+    plain = set(ucp.open(Case(f"gguf/{case}").path, dequantize=False))
     for label, array in want.items():
         rounded = array if label in plain else array.astype(dtype)
         assert same_bits(checkpoint.read(label), rounded), label
@@ -106,9 +106,7 @@ def test_an_architecture_of_which_no_config_is_made_is_mapped_with_that_of_the_m
     assert mapped.config == said["config"]
     back = mapped.map(rules.inverse())
     skipped = {item.label for item in mapped.inventory if item.status == "skipped"}
-    assert {leaf.label for leaf in back.leaves} == {
-        leaf.label for leaf in checkpoint.leaves
-    } - skipped
+    assert set(back) == {leaf.label for leaf in checkpoint.leaves} - skipped
     for leaf in back.leaves:
         assert same_bits(back.read(leaf.label), checkpoint.read(leaf.label)), leaf.label
 
@@ -123,9 +121,7 @@ def test_the_config_that_is_made_of_the_keys_is_that_of_the_model(case):
         config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         assert config.pop("sliding_window") == 4096  # and the note says so
         assert "a window of theirs is stored nowhere" in opened(case).notes[0]
-    kept = {
-        key: value for key, value in config.items() if key not in NOT_KEPT and value is not None
-    }
+    kept = {key: x for key, x in config.items() if key not in NOT_KEPT and x is not None}
     assert {key: made.get(key) for key in kept} == kept
     assert made.keys() - kept.keys() <= {"head_dim", "attention_bias", "mlp_bias"}
 
@@ -175,7 +171,7 @@ def test_what_a_mapping_moved_goes_back(tmp_path):
     checkpoint = opened("llama_f32")
     mapping = ucp.Mapping.load("gguf-llama-to-hf")
     back = checkpoint.map(mapping).map(mapping.inverse())
-    assert {leaf.label for leaf in back.leaves} == {leaf.label for leaf in checkpoint.leaves}
+    assert set(back) == set(checkpoint)
     for leaf in back.leaves:
         assert same_bits(back.read(leaf.label), checkpoint.read(leaf.label))
 
@@ -200,10 +196,8 @@ def test_of_deepseek_in_older_files_keys_and_values_are_in_one():
 def test_inspect_begins_with_the_architecture_and_the_type_of_the_file():
     output = run("inspect", Case("gguf/llama_q8_0").path)
     assert re.search(r"GGUF v3, llama, Q8_0", output)
-    assert (
-        json.loads(run("inspect", "--json", Case("gguf/qwen2_f32").path))["writer"]
-        == "GGUF v3, qwen2, F32"
-    )
+    about = json.loads(run("inspect", "--json", Case("gguf/qwen2_f32").path))
+    assert about["writer"] == "GGUF v3, qwen2, F32"
 
 
 def test_without_a_word_quantised_weights_are_refused(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jax_ucp as ucp
+from helpers import faults_of, tree_of_files
 from jax_ucp.errors import UCPError
 from jax_ucp.formats.huggingface import companions
 from jax_ucp.universal.metadata import decode, digest, encode
@@ -43,14 +44,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def test_what_goes_with_a_model_is_kept_by_convert_and_written_by_export(
-    model: Path, tmp_path: Path
-) -> None:
+def test_what_goes_with_a_model_is_kept_by_convert_and_written_by_export(model, tmp_path):
     opened = ucp.open(model)
     statuses = {item.where: item.status for item in opened.inventory}
     assert {statuses[name] for name in FILES if "/" not in name} == {"extra"}
@@ -60,17 +54,17 @@ def test_what_goes_with_a_model_is_kept_by_convert_and_written_by_export(
     for number, checkpoint in enumerate((opened, saved, again)):
         out = tmp_path / f"out{number}"
         checkpoint.export(out, "safetensors")
-        found = contents(out)
+        found = tree_of_files(out)
         assert {name: found.get(name) for name in FILES} == FILES
         assert "training.log" not in found
         generation = (MODEL / "generation_config.json").read_bytes()
         assert found["generation_config.json"] == generation
         config = json.loads((MODEL / "config.json").read_text())
         assert json.loads(found["config.json"]) == config
-    assert not [fault for _, fault in saved.verify() if fault]
+    assert faults_of(saved) == []
 
 
-def test_a_companion_that_changes_or_is_damaged_is_seen(model: Path, tmp_path: Path) -> None:
+def test_a_companion_that_changes_or_is_damaged_is_seen(model, tmp_path):
     opened = ucp.open(model)
     (model / "tokenizer.json").write_bytes(b"{}")
     with pytest.raises(UCPError, match=r"tokenizer\.json"):
@@ -78,16 +72,14 @@ def test_a_companion_that_changes_or_is_damaged_is_seen(model: Path, tmp_path: P
     saved = ucp.open(model).save(tmp_path / "saved")
     kept = tmp_path / "saved" / "ucp.companions" / "LICENSE.txt"
     kept.write_bytes(b"do what WE like \n")
-    faults = [fault for _, fault in saved.verify() if fault]
+    faults = faults_of(saved)
     assert any("LICENSE.txt is damaged" in fault for fault in faults)
     kept.unlink()
     with pytest.raises(UCPError, match=r"LICENSE\.txt is missing"):
         ucp.open(tmp_path / "saved")
 
 
-def test_what_is_too_large_is_left_out_with_a_note(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_large_is_left_out_with_a_note(model, tmp_path, monkeypatch):
     (model / "vocab.txt").symlink_to(model / "vocab.json")
     (model / "COPYING").mkdir()
     monkeypatch.setattr(companions, "MAX_FILE_BYTES", 255)
@@ -95,7 +87,7 @@ def test_what_is_too_large_is_left_out_with_a_note(
     said = "\n".join(opened.notes)
     assert "tokenizer.model is left out: it has 256 bytes, more than the 255" in said
     opened.export(tmp_path / "out", "safetensors")
-    found = contents(tmp_path / "out")
+    found = tree_of_files(tmp_path / "out")
     assert found["vocab.txt"] == FILES["vocab.json"]
     assert not {"COPYING", "tokenizer.model"} & found.keys()
     monkeypatch.setattr(companions, "MAX_BYTES", 40)
@@ -118,12 +110,13 @@ def test_names_that_are_none_of_such_files_are_not_written(name: str, tmp_path: 
             ucp.open(tmp_path / "saved")
         return
     ucp.open(tmp_path / "saved").export(tmp_path / "out", "safetensors")
-    assert contents(tmp_path / "out").keys() - {"ucp.checksums.sfv"} == contents(MODEL).keys()
+    written = tree_of_files(tmp_path / "out").keys() - {"ucp.checksums.sfv"}
+    assert written == tree_of_files(MODEL).keys()
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert weights != b"hostile"
 
 
-def test_other_formats_say_that_they_have_no_place_for_them(model: Path) -> None:
+def test_other_formats_say_that_they_have_no_place_for_them(model):
     opened = ucp.open(model)
     notes = "\n".join(opened.plan_export("dcp").notes)
     assert "13 files that go with the model are left out, the first LICENSE.txt" in notes
@@ -141,20 +134,18 @@ def test_a_config_says_the_dtype_that_is_written(model: Path, tmp_path: Path) ->
     assert "quantization_config" not in config
 
 
-def test_weights_that_were_trained_in_jax_go_out_with_what_goes_with_their_model(
-    model: Path, tmp_path: Path
-) -> None:
+def test_weights_that_were_trained_in_jax_go_out_with_what_goes_with_their_model(model, tmp_path):
     """The run has neither config nor tokenizer: they come from the folder of the model."""
     weights = {name: array.read() for name, array in ucp.open(MODEL).params.items()}
     trained = ucp.Checkpoint.of({"param": weights})
     trained.export(tmp_path / "alone", "safetensors")
     trained.export(tmp_path / "out", "safetensors", config=model)
-    written = contents(tmp_path / "out")
+    written = tree_of_files(tmp_path / "out")
     assert {name: written[name] for name in FILES} == FILES
     assert json.loads(written["config.json"])["model_type"] == "llama"
     assert "training.log" not in written
-    assert not FILES.keys() & contents(tmp_path / "alone").keys()
+    assert not FILES.keys() & tree_of_files(tmp_path / "alone").keys()
     trained.export(tmp_path / "config", "safetensors", config=model / "config.json")
-    assert not FILES.keys() & contents(tmp_path / "config").keys()
+    assert not FILES.keys() & tree_of_files(tmp_path / "config").keys()
     with pytest.raises(ValueError, match="config is for safetensors: dcp has no place for it"):
         trained.export(tmp_path / "dcp", "dcp", config=model)

@@ -24,9 +24,7 @@ leaves:
 
 
 def gpt2(folder: Path, method: str, model_type: str = "gpt2") -> dict[str, np.ndarray]:
-    """A folder as bitsandbytes (int8) or GPTQ (8 bits) stores it; returns the weights of its
-    Linears.
-    """
+    """A folder as bitsandbytes (int8) or GPTQ (8 bits) stores it; gives its Linears' weights."""
     rng, arrays, want = np.random.default_rng(0), {}, {}
     for module, shape in NAMES.items():
         base = f"transformer.h.0.{module}"
@@ -38,7 +36,7 @@ def gpt2(folder: Path, method: str, model_type: str = "gpt2") -> dict[str, np.nd
             want[f"{base}.weight"] = rows * np.float32(7.874015718698502e-3)
         else:
             codes = rng.integers(0, 256, (shape[1], shape[0])).astype(np.uint8)
-            arrays[f"{base}.qweight"] = _words(codes.T).T.copy()
+            arrays[f"{base}.qweight"] = np.ascontiguousarray(codes.T).view(np.int32).T.copy()
             arrays[f"{base}.qzeros"] = np.zeros((1, shape[0] // 4), np.int32)
             arrays[f"{base}.scales"] = scale = rng.uniform(1, 2, (1, shape[0])).astype(np.float16)
             arrays[f"{base}.g_idx"] = np.zeros(shape[1], np.int32)
@@ -48,10 +46,6 @@ def gpt2(folder: Path, method: str, model_type: str = "gpt2") -> dict[str, np.nd
     config = {"model_type": model_type, "n_layer": 1, "quantization_config": said}
     (folder / "config.json").write_text(json.dumps(config))
     return want
-
-
-def _words(codes: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(codes).view(np.int32)
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
@@ -79,6 +73,4 @@ def test_models_of_linears_are_written(tmp_path):
     want = gpt2(tmp_path / "c", "bitsandbytes", "gpt_neo")
     ucp.open(tmp_path / "c", dequantize="float32").export(tmp_path / "out", "safetensors")
     exported = ucp.open(tmp_path / "out")
-    assert all(
-        np.array_equal(exported.read(f"param/{name}"), array) for name, array in want.items()
-    )
+    assert all(np.array_equal(exported.read(f"param/{name}"), x) for name, x in want.items())

@@ -63,9 +63,7 @@ def test_what_the_trainer_saved_beside_is_in_the_extras():
     assert checkpoint.extras["trainer_state.json"]["state"]["global_step"] == 4
     assert checkpoint.extras["scheduler.pt"]["last_epoch"] == 4
     assert {"rng_state.pth", "training_args.bin", "optimizer.pt"} <= checkpoint.extras.keys()
-    assert checkpoint.notes[0].startswith(
-        "a training checkpoint of transformers' Trainer at step 4"
-    )
+    assert checkpoint.notes[0].startswith("a training checkpoint of transformers' Trainer at step")
     weights = ucp.open(LLAMA, weights_only=True)
     assert "scheduler.pt" not in weights.extras
     assert {label.partition("/")[0] for label in weights} == {"param"}
@@ -93,10 +91,8 @@ def llama(params, config, tokens):
             return x @ params[f"{at}.{name}.weight"].T
 
         h = norm(x, f"{at}.input_layernorm")
-        q, k, v = (
-            dense(h, f"self_attn.{n}_proj").reshape(*h.shape[:2], -1, config["head_dim"])
-            for n in "qkv"
-        )
+        heads = (*h.shape[:2], -1, config["head_dim"])
+        q, k, v = (dense(h, f"self_attn.{n}_proj").reshape(heads) for n in "qkv")
         group = q.shape[2] // k.shape[2]
         k, v = turned(k).repeat(group, 2), v.repeat(group, 2)
         scores = jnp.einsum("bthd,bshd->bhts", turned(q), k) / config["head_dim"] ** 0.5
@@ -135,9 +131,8 @@ def test_training_that_the_trainer_began_goes_on_with_the_losses_that_torch_give
     checkpoint = ucp.open(LLAMA, optimizer_groups="hf-decay")
     config, params = checkpoint.config, checkpoint.restore()["param"]
     # What decays is compared with the groups that the Trainer made.
-    tx = optax.adamw(
-        1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
-    )
+    mask = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
+    tx = optax.adamw(1e-2, weight_decay=0.1, mask=mask)
     state = checkpoint.plan_optimizer(tx, params).restore()
     losses = next_losses(params, state, tx, config, tokens)
     assert np.abs(losses / want - 1).max() <= 1e-5
@@ -164,9 +159,7 @@ def test_a_run_opens_as_its_last_step_or_as_the_one_that_is_asked_for(run):
     assert checkpoint.path == str(run / "checkpoint-4")
     assert Case("trainers/small_llama").wrong(checkpoint) == []
     assert "Trainer, opened at checkpoint-4; there are checkpoint-2, " in checkpoint.notes[0]
-    with pytest.raises(
-        NotACheckpoint, match="no finished step 3; it has checkpoint-2, checkpoint-4, c"
-    ):
+    with pytest.raises(NotACheckpoint, match="no finished step 3; it has checkpoint-2, checkpoint"):
         ucp.open(run, step=3)
     with pytest.raises(FormatError, match="is one checkpoint, not a run with steps"):
         ucp.open(run / "checkpoint-4", step=4)
@@ -203,11 +196,8 @@ def test_the_command_line_takes_the_words_the_step_and_the_model(run):
 
 
 def test_of_several_models_one_is_chosen_by_name_and_another_name_lists_them():
-    for case, names in (
-        ("accelerate_two_proof", "model, model_1"),
-        ("lightning_gan", "discriminator, generator"),
-        ("student_numbered_order", "model, student"),
-    ):
+    cases = {"accelerate_two_proof": "model, model_1", "student_numbered_order": "model, student"}
+    for case, names in (cases | {"lightning_gan": "discriminator, generator"}).items():
         with pytest.raises(FormatError, match=rf"model='x': .*the models are: .*{names}"):
             ucp.open(DATA / case / "ckpt", model="x")
     with pytest.raises(FormatError, match="has only one model: leave out model="):
@@ -272,9 +262,7 @@ def test_deepspeed_s_folder_in_that_of_the_trainer_has_its_state_too(tmp_path):
         shutil.copy(LLAMA / name, tmp_path / "ckpt")
     checkpoint = ucp.open(tmp_path / "ckpt")
     assert checkpoint.format == "deepspeed"
-    assert checkpoint.notes[0].startswith(
-        "a training checkpoint of transformers' Trainer at step 4"
-    )
+    assert checkpoint.notes[0].startswith("a training checkpoint of transformers' Trainer at step")
     assert checkpoint.extras["trainer_state.json"]["state"]["global_step"] == 4
     assert checkpoint.extras["config.json"]["config"]["model_type"] == "llama"
     assert not any("trainer_state.json" in note for note in checkpoint.notes[1:])

@@ -1,6 +1,4 @@
-"""Folders of weights: what transformers would load, or a refusal that names the cause; and
-nothing in silence.
-"""
+"""Folders of weights: what transformers would load, or a refusal that names the cause."""
 
 import json
 import re
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from cases import DATA, assert_accounted_for
 from commands import invoke
+from helpers import faults_of
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
 from safetensors_writer import write_safetensors as write
 from torch_writer import Storage, Tensor
@@ -26,9 +25,8 @@ INDEX = "model.safetensors.index.json"
 
 def assert_is_the_truth(checkpoint: ucp.Checkpoint, want: dict[str, np.ndarray]) -> None:
     got = checkpoint.restore()["param"]
-    assert {f"param/{name}" for name in got} == set(want)
-    for name, array in got.items():
-        assert array.tobytes() == want[f"param/{name}"].tobytes(), name
+    assert got.keys() == want.keys()
+    assert all(array.tobytes() == want[name].tobytes() for name, array in got.items())
 
 
 # Generated folders.
@@ -40,9 +38,7 @@ def tensors(version: int) -> dict[str, np.ndarray]:
     return {name: np.full((2, 3), 10 * version + i, np.float32) for i, name in enumerate(NAMES)}
 
 
-def parts(
-    folder: Path, arrays: dict[str, np.ndarray], of: int, index: bool, like: str = "model", **how
-) -> list[Path]:
+def parts(folder: Path, arrays: dict[str, np.ndarray], of: int, index: bool, like="model", **how):
     """The arrays in so many numbered files, and an index that names them."""
     suffix, save = how.get("suffix", "safetensors"), how.get("save", write)
     files = [folder / f"{like}-{n:05}-of-{of:05}.{suffix}" for n in range(1, of + 1)]
@@ -60,9 +56,7 @@ def write_torch(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder holds: versions of a model as one file, as numbered files of which some are
-    gone, and as .bin.
-    """
+    """A folder of versions of a model as one file, as numbered ones, some gone, and as .bin."""
 
     single: int | None
     numbered: int | None
@@ -85,21 +79,15 @@ class Folder:
             if name == "optimizer.pt":
                 write_torch(at / name, {"state": {}, "param_groups": []})
                 continue
-            (at / name).write_bytes(
-                b"{}" if name.endswith(".json") else b"\0\5\x16\7 something else"
-            )
+            (at / name).write_bytes(b"{}" if name.endswith(".json") else b"\0\5\x16\7 another")
 
     def right(self) -> int | str:
-        """The version that transformers would load, or else the parts; or the cause of a
-        refusal, as it is named.
-        """
+        """The version that transformers would load, or else the parts; or the refusal's words."""
         whole = self.numbered is not None and not self.gone
         if self.single is not None:
-            return (
-                f"{INDEX if self.indexed else 'model-00001'}"
-                if whole and self.numbered != self.single
-                else self.single
-            )
+            if whole and self.numbered != self.single:
+                return INDEX if self.indexed else "model-00001"
+            return self.single
         if self.numbered is not None and self.indexed:
             return self.numbered if whole else f"model-{min(self.gone) + 1:05}-of"
         if self.torch is not None:
@@ -124,15 +112,12 @@ def folders(draw) -> Folder:
     of = draw(st.integers(1, 3))
     gone = draw(st.frozensets(st.integers(0, of - 1)))
     extra = tuple(draw(st.lists(st.sampled_from(EXTRA), unique=True)))
-    return Folder(
-        draw(VERSIONS), draw(VERSIONS), of, draw(st.booleans()), gone, draw(VERSIONS), extra
-    )
+    saves = draw(VERSIONS), draw(VERSIONS), draw(VERSIONS)
+    return Folder(*saves[:2], of, draw(st.booleans()), gone, saves[2], extra)
 
 
 @given(folders())
-def test_any_folder_is_what_transformers_would_load_or_is_refused_by_the_name_of_a_file(
-    tmp_path_factory, folder
-):
+def test_any_folder_is_what_transformers_would_load_or_refused_by_a_name(tmp_path_factory, folder):
     at = tmp_path_factory.mktemp("f")
     folder.make(at)
     right = folder.right()
@@ -141,24 +126,18 @@ def test_any_folder_is_what_transformers_would_load_or_is_refused_by_the_name_of
             ucp.open(at)
         return
     checkpoint = ucp.open(at)
-    assert_is_the_truth(
-        checkpoint, {f"param/{name}": array for name, array in tensors(right).items()}
-    )
+    assert_is_the_truth(checkpoint, tensors(right))
     assert_accounted_for(checkpoint)
     told = "\n".join(checkpoint.notes)
     for file in at.iterdir():
         belongs = file.name.startswith(("model", "pytorch_model", "optimizer"))
-        read = any(
-            item.where.startswith(f"{file.name}:") or item.what == "index"
-            for item in checkpoint.inventory
-        )
+        places = [(item.where, item.what) for item in checkpoint.inventory]
+        read = any(x.startswith(f"{file.name}:") or what == "index" for x, what in places)
         assert not belongs or read or file.name in told or "..." in told, file.name
 
 
 @given(st.integers(1, 4), st.data())
-def test_one_of_several_parts_is_refused_by_itself_whatever_else_is_there(
-    tmp_path_factory, of, data
-):
+def test_one_of_several_parts_is_refused_whatever_else_is_there(tmp_path_factory, of, data):
     at = tmp_path_factory.mktemp("f")
     files = parts(at, tensors(0), of, index=data.draw(st.booleans()))
     for file in data.draw(st.sets(st.sampled_from(files), max_size=of - 1)):
@@ -168,9 +147,8 @@ def test_one_of_several_parts_is_refused_by_itself_whatever_else_is_there(
             assert len(ucp.open(file).leaves) == len(NAMES)
         else:
             absent = [other.name for other in files if not other.exists()]
-            cause = rf"one of {of} parts of a model, " + (
-                f".*{absent[0]}" if absent else "all beside it"
-            )
+            rest = f".*{absent[0]}" if absent else "all beside it"
+            cause = f"one of {of} parts of a model, {rest}"
             with pytest.raises(FormatError, match=cause):
                 ucp.open(file)
 
@@ -189,10 +167,7 @@ def test_files_of_torch_that_are_parts_are_refused_too(tmp_path):
             ucp.open(path)
     part = tmp_path / "hf_model-00003-of-00004.pt"
     write_torch(part, tensors(0))
-    with pytest.raises(
-        FormatError,
-        match="one of 4 parts of a model, of which 3 are missing: hf_model-00001-of-00004",
-    ):
+    with pytest.raises(FormatError, match=r"one of 4 .*, of which 3 are missing: hf_model-00001"):
         ucp.open(part)
 
 
@@ -201,15 +176,11 @@ def test_files_of_torch_that_are_parts_are_refused_too(tmp_path):
 )
 def test_an_index_that_names_no_file_of_the_folder_is_refused(tmp_path, name):
     write(tmp_path / "model-00001-of-00001.safetensors", tensors(0))
-    (tmp_path.parent / "x.safetensors").write_bytes(
-        (tmp_path / "model-00001-of-00001.safetensors").read_bytes()
-    )
+    kept = tmp_path / "model-00001-of-00001.safetensors"
+    (tmp_path.parent / "x.safetensors").write_bytes(kept.read_bytes())
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(NAMES, name)}))
     for path in (tmp_path, tmp_path / INDEX):
-        with pytest.raises(
-            FormatError,
-            match=r"is of 1 files, of which 1 are not beside it|half of a surrogate pair",
-        ):
+        with pytest.raises(FormatError, match=r"of which 1 are not beside it|half of a surrogate"):
             ucp.open(path)
 
 
@@ -218,20 +189,16 @@ def test_an_index_that_lacks_files_is_not_outvoted_by_parts_that_it_does_not_nam
     parts(tmp_path, tensors(1), 3, index=False)
     for file in gone:
         file.unlink()
-    with pytest.raises(
-        FormatError, match=rf"{INDEX} is of 2 files, of which 2 are not beside it: '{gone[0].name}'"
-    ):
+    words = rf"{INDEX} is of 2 files, of which 2 are not beside it: '{gone[0].name}'"
+    with pytest.raises(FormatError, match=words):
         ucp.open(tmp_path)
 
 
 @given(st.integers(2, 4), st.booleans(), st.data())
-def test_an_index_that_names_some_parts_of_those_that_their_names_count_is_refused(
-    tmp_path_factory, of, torch, data
-):
+def test_an_index_that_names_some_of_the_parts_is_refused(tmp_path_factory, of, torch, data):
     at = tmp_path_factory.mktemp("f")
-    suffix, like, save = (
-        ("bin", "pytorch_model", write_torch) if torch else ("safetensors", "model", write)
-    )
+    own = ("bin", "pytorch_model", write_torch), ("safetensors", "model", write)
+    suffix, like, save = own[0 if torch else 1]
     arrays = {f"{name} {i}": array for i in range(2) for name, array in tensors(0).items()}
     files = parts(at, arrays, of, True, like, suffix=suffix, save=save)
     unnamed = data.draw(st.sets(st.sampled_from(files), min_size=1, max_size=of - 1))
@@ -242,14 +209,11 @@ def test_an_index_that_names_some_parts_of_those_that_their_names_count_is_refus
     for file in data.draw(st.sets(st.sampled_from(sorted(unnamed)))):
         file.unlink()
     for path in (at, index):
-        with pytest.raises(
-            FormatError, match=f"{index.name} names .* files, and not '{min(unnamed).name}'"
-        ):
+        words = f"{index.name} names .* files, and not '{min(unnamed).name}'"
+        with pytest.raises(FormatError, match=words):
             ucp.open(path)
     save(at / f"{like}.{suffix}", tensors(1))  # the whole model, beside an index that was cut
-    assert_is_the_truth(
-        ucp.open(at), {f"param/{name}": array for name, array in tensors(1).items()}
-    )
+    assert_is_the_truth(ucp.open(at), tensors(1))
 
 
 @pytest.mark.parametrize("stem", ["model", "weights", "shard"])
@@ -259,7 +223,7 @@ def test_numbered_parts_are_refused_where_one_is_missing_whatever_they_are_calle
     with pytest.raises(FormatError, match=f"of 2 files, of which 1 .*{stem}-00002-of-00002"):
         ucp.open(tmp_path)
     write(tmp_path / f"{stem}-00002-of-00002.safetensors", {"b": array})
-    assert_is_the_truth(ucp.open(tmp_path), {"param/a": array, "param/b": array})
+    assert_is_the_truth(ucp.open(tmp_path), {"a": array, "b": array})
 
 
 def test_parts_that_are_numbered_from_0_to_their_number_are_whole(tmp_path):
@@ -275,10 +239,9 @@ def test_parts_of_safetensors_that_are_not_whole_are_left_for_parts_of_torch_tha
     parts(tmp_path, tensors(0), 2, index=False)[0].unlink()
     parts(tmp_path, tensors(1), 2, False, "pytorch_model", suffix="bin", save=write_torch)
     checkpoint = ucp.open(tmp_path)
-    assert_is_the_truth(checkpoint, {f"param/{name}": array for name, array in tensors(1).items()})
-    assert checkpoint.notes[0].startswith(
-        "not read: model-00002-of-00002.safetensors: belongs to a save of which 1 files"
-    )
+    assert_is_the_truth(checkpoint, tensors(1))
+    rest = "not read: model-00002-of-00002.safetensors: belongs to a save of which 1 files"
+    assert checkpoint.notes[0].startswith(rest)
 
 
 def test_a_file_that_an_index_names_among_others_is_refused_by_itself(tmp_path):
@@ -286,10 +249,8 @@ def test_a_file_that_an_index_names_among_others_is_refused_by_itself(tmp_path):
     write(tmp_path / "second.safetensors", {"b": np.zeros(2, np.float32)})
     index = {"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}}
     (tmp_path / INDEX).write_text(json.dumps(index))
-    assert {leaf.label for leaf in ucp.open(tmp_path).leaves} == {"param/a", "param/b"}
-    with pytest.raises(
-        FormatError, match=f"one of the 2 files of a model that {INDEX} names: open that"
-    ):
+    assert set(ucp.open(tmp_path)) == {"param/a", "param/b"}
+    with pytest.raises(FormatError, match=f"one of the 2 files of a model that {INDEX} names:"):
         ucp.open(tmp_path / "first.safetensors")
 
 
@@ -339,9 +300,7 @@ def test_one_rank_s_file_of_llama_without_the_others_is_refused(tmp_path, change
     if params is not None:
         (tmp_path / "params.json").write_text(json.dumps(params))
     if is_part:
-        with pytest.raises(
-            FormatError, match=r"consolidated\.00\.pth is named after a rank, and has"
-        ):
+        with pytest.raises(FormatError, match=r"consolidated\.00\.pth is named after a rank, and"):
             ucp.open(path)
     else:
         assert {name: leaf.shape for name, leaf in ucp.open(path).params.items()} == shapes
@@ -382,17 +341,15 @@ def test_a_download_that_has_not_ended_is_named(tmp_path, suffix):
     files = parts(tmp_path, tensors(0), 2, index=True)
     unfinished = files[1].with_name(files[1].name + suffix)
     files[1].rename(unfinished)
-    with pytest.raises(
-        FormatError, match=re.escape(f"{unfinished.name} is a download that has not ended")
-    ):
+    words = re.escape(f"{unfinished.name} is a download that has not ended")
+    with pytest.raises(FormatError, match=words):
         ucp.open(tmp_path)
     for file in tmp_path.iterdir():
         if file != unfinished:
             file.unlink()
     unfinished.rename(tmp_path / f"model.safetensors{suffix}")
-    with pytest.raises(
-        NotACheckpoint, match=rf"model\.safetensors{suffix} in it is a download that has not ended"
-    ):
+    words = rf"model\.safetensors{suffix} in it is a download that has not ended"
+    with pytest.raises(NotACheckpoint, match=words):
         ucp.open(tmp_path)
 
 
@@ -400,9 +357,7 @@ def test_a_file_of_its_full_size_whose_download_goes_on_is_refused(tmp_path):
     write(tmp_path / "model.safetensors", tensors(0))
     (tmp_path / "model.safetensors.aria2").write_bytes(b"\0\1")
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(
-            FormatError, match=r"its download has not ended: model\.safetensors\.aria2"
-        ):
+        with pytest.raises(FormatError, match=r"its download has not ended: .*safetensors\.aria2"):
             ucp.open(path)
 
 
@@ -414,17 +369,13 @@ def test_the_hubs_downloads_into_a_folder_and_into_its_cache_explain_what_is_mis
     kept = local / ".cache" / "huggingface" / "download"
     kept.mkdir(parents=True)
     (kept / f"{files[0].name}.0123abcd.incomplete").write_bytes(b"")
-    with pytest.raises(
-        FormatError, match=rf"\.cache/huggingface/download/{files[0].name}.*has not ended"
-    ):
+    with pytest.raises(FormatError, match=rf"huggingface/download/{files[0].name}.*has not ended"):
         ucp.open(local)
     snapshot = tmp_path / "models--o--n" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     parts(snapshot, tensors(0), 2, index=True)[1].unlink()
     (snapshot / files[1].name).symlink_to("../../blobs/0123")
-    with pytest.raises(
-        FormatError, match=r"is a link to \.\./\.\./blobs/0123, which does not exist"
-    ):
+    with pytest.raises(FormatError, match=r"a link to \.\./\.\./blobs/0123, which does not exist"):
         ucp.open(snapshot)
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -446,9 +397,8 @@ def test_links_into_a_cache_are_followed_and_the_revision_of_main_is_the_one_to_
     (tmp_path / "models--o--n" / "refs" / "main").write_text("def")
     with pytest.raises(NotACheckpoint, match=r"open one, .*/snapshots/def"):
         ucp.open(tmp_path / "models--o--n")
-    assert (
-        ucp.open(tmp_path / "models--o--n" / "snapshots" / "def").read("param/a.weight")[0, 0] == 10
-    )
+    weight = ucp.open(tmp_path / "models--o--n" / "snapshots" / "def").read("param/a.weight")
+    assert weight[0, 0] == 10
 
 
 # Two saves in a folder.
@@ -465,12 +415,8 @@ def test_two_saves_that_differ_in_anything_are_refused(tmp_path, change):
     changed = second.pop("c.bias")
     bits = changed.copy()
     bits[0, 0] = -0.0 if changed[0, 0] == 0 else np.nextafter(changed[0, 0], 9)
-    second["d" if change == "name" else "c.bias"] = {
-        "value": bits,
-        "dtype": changed.astype(np.float16),
-        "shape": changed.reshape(3, 2),
-        "name": changed,
-    }[change]
+    ways = {"value": bits, "dtype": changed.astype(np.float16), "shape": changed.reshape(3, 2)}
+    second["d" if change == "name" else "c.bias"] = ways.get(change, changed)
     copies(tmp_path, tensors(0), second)
     with pytest.raises(FormatError, match=r"two saves of one model.*differ: param/(c\.bias|d) "):
         ucp.open(tmp_path)
@@ -482,7 +428,7 @@ def test_what_no_sample_shows_is_found_by_verify_and_refused_by_convert(tmp_path
     second["w"][30, 7] = 1
     copies(tmp_path, first, second)
     checkpoint = ucp.open(tmp_path)
-    (fault,) = [fault for _, fault in checkpoint.verify() if fault]
+    (fault,) = faults_of(checkpoint)
     assert "param/w has other values" in fault
     assert INDEX in fault
     with pytest.raises(CorruptData, match="contradicts itself"):
@@ -492,16 +438,13 @@ def test_what_no_sample_shows_is_found_by_verify_and_refused_by_convert(tmp_path
 
 def test_parts_that_ranks_left_in_sharded_are_compared_with_what_was_made_of_them(tmp_path):
     folder = Path(shutil.copytree(DATA / "torch" / "dcp_hf_consolidated" / "ckpt", tmp_path / "c"))
-    assert not [fault for _, fault in ucp.open(folder).verify() if fault]
+    assert faults_of(ucp.open(folder)) == []
     whole = folder / "model-00001-of-00001.safetensors"
     kept = whole.read_bytes()
     data = bytearray(kept)
     data[-1] ^= 1
     whole.write_bytes(data)
-    with pytest.raises(
-        FormatError,
-        match=r"two saves, model\.safetensors\.index\.json and the ranks' parts in sharded/",
-    ):
+    with pytest.raises(FormatError, match=r"two saves, model.*index\.json and the ranks' parts"):
         ucp.open(folder)
     assert ucp.open(folder / INDEX).leaves  # one of the two that the message says to open
     assert ucp.open(folder / "sharded").leaves
@@ -514,16 +457,11 @@ def test_parts_that_ranks_left_in_sharded_are_compared_with_what_was_made_of_the
 
 def test_models_whose_names_do_not_say_which_is_meant_are_refused(tmp_path):
     write(tmp_path / "actor.safetensors", {"actor.w": np.zeros(2, np.float32)})
-    assert [leaf.label for leaf in ucp.open(tmp_path).leaves] == ["param/actor.w"]
+    assert list(ucp.open(tmp_path)) == ["param/actor.w"]
     write(tmp_path / "critic.safetensors", {"critic.w": np.zeros(2, np.float32)})
-    with pytest.raises(
-        FormatError,
-        match=r"weights of 2 models.*: actor\.safetensors, critic\.safetensors\. Open the one",
-    ):
+    with pytest.raises(FormatError, match=r"weights of 2 models.*: actor\.s.*, critic\.s.* Open"):
         ucp.open(tmp_path)
-    assert [leaf.label for leaf in ucp.open(tmp_path / "critic.safetensors").leaves] == [
-        "param/critic.w"
-    ]
+    assert list(ucp.open(tmp_path / "critic.safetensors")) == ["param/critic.w"]
 
 
 def test_the_file_that_the_config_names_for_transformers_is_read(tmp_path):
@@ -531,15 +469,11 @@ def test_the_file_that_the_config_names_for_transformers_is_read(tmp_path):
         write(tmp_path / name, tensors(version))
     (tmp_path / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
     checkpoint = ucp.open(tmp_path)
-    assert_is_the_truth(checkpoint, {f"param/{name}": array for name, array in tensors(1).items()})
-    assert checkpoint.notes == [
-        "not read: model.safetensors: other.safetensors is read, which transformers and diffusers"
-        " take first"
-    ]
+    assert_is_the_truth(checkpoint, tensors(1))
+    reason = "other.safetensors is read, which transformers and diffusers take first"
+    assert checkpoint.notes == [f"not read: model.safetensors: {reason}"]
     (tmp_path / "config.json").write_text('{"transformers_weights": "gone.safetensors"}')
-    with pytest.raises(
-        FormatError, match=r"config\.json names 'gone\.safetensors' in transformers_weights"
-    ):
+    with pytest.raises(FormatError, match=r"names 'gone\.safetensors' in transformers_weights"):
         ucp.open(tmp_path)
 
 
@@ -600,11 +534,10 @@ def test_weights_and_a_trainers_state_beside_another_format_are_noted(tmp_path):
     write(folder / "model.safetensors", tensors(0))
     write_torch(folder / "scheduler.pt", {"epoch": 1})
     checkpoint = ucp.open(folder)
-    assert {leaf.label for leaf in checkpoint.leaves} == {leaf.label for leaf in before.leaves}
-    assert checkpoint.notes[len(before.notes) :] == [
-        "not read: model.safetensors: weights beside the checkpoint",
-        "not read: scheduler.pt: the state of the trainer",
-    ]
+    assert set(checkpoint) == set(before)
+    weights = "not read: model.safetensors: weights beside the checkpoint"
+    rest = "not read: scheduler.pt: the state of the trainer"
+    assert checkpoint.notes[len(before.notes) :] == [weights, rest]
 
 
 def test_folders_with_weights_of_their_own_and_other_formats_are_noted(tmp_path):
@@ -614,17 +547,13 @@ def test_folders_with_weights_of_their_own_and_other_formats_are_noted(tmp_path)
     write(tmp_path / "2_Dense" / "model.safetensors", tensors(1))
     (tmp_path / "tf_model.h5").write_bytes(b"\x89HDF")
     notes = ucp.open(tmp_path).notes
-    assert notes == [
-        "not read: 2_Dense: a folder with weights of its own",
-        "not read: tf_model.h5: may hold weights, too",
-    ]
+    rest = ["not read: tf_model.h5: may hold weights, too"]
+    assert notes == ["not read: 2_Dense: a folder with weights of its own", *rest]
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(NotACheckpoint, match=r"holds 2_Dense: open one, .*/2_Dense"):
         ucp.open(tmp_path)
     shutil.rmtree(tmp_path / "2_Dense")
-    with pytest.raises(
-        NotACheckpoint, match=r"tf_model\.h5 in it is Keras's HDF5, which is not read here"
-    ):
+    with pytest.raises(NotACheckpoint, match=r"tf_model\.h5 in it is Keras's HDF5, which is not"):
         ucp.open(tmp_path)
 
 
@@ -635,9 +564,7 @@ def test_what_should_be_a_file_and_is_a_folder_or_leads_nowhere_is_refused(tmp_p
     parts(tmp_path, tensors(0), 2, index=True)
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).symlink_to("../blobs/x")
-    with pytest.raises(
-        FormatError, match=rf"{name}: it is a link to \.\./blobs/x, which does not exist"
-    ):
+    with pytest.raises(FormatError, match=rf"{name}: it is a link to .*/blobs/x, which does not"):
         ucp.open(tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()

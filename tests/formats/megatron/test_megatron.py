@@ -1,6 +1,4 @@
-"""Real checkpoints of Megatron, of every format, against the state of the live processes before
-the save.
-"""
+"""Real checkpoints of Megatron, of every format, against the state of the live processes."""
 
 import pytest
 
@@ -19,10 +17,7 @@ def test_without_a_vocabulary_the_padded_rows_stay_and_a_note_says_so(case):
     (note,) = [note for note in checkpoint.notes if "padded rows" in note]
     padded = live.about["model"]["padded_vocab_size"]
     assert f"all {padded} padded rows" in note
-    for label in (
-        "param/embedding.word_embeddings.weight",
-        "exp_avg/embedding.word_embeddings.weight",
-    ):
+    for label in (f"{state}/embedding.word_embeddings.weight" for state in ("param", "exp_avg")):
         array = checkpoint.read(label)
         assert array.shape[0] == padded
         assert same_bits(array[:101], want[label])

@@ -80,9 +80,8 @@ def next_losses(restored: dict) -> list[float]:
     """The losses of a run in JAX that goes on from a restored checkpoint."""
     params = jax.tree.map(jnp.asarray, restored["param"])
     masked = {name: decoder.decays(name, array.ndim) for name, array in params.items()}
-    tx = optax.adamw(
-        decoder.LR, *decoder.BETAS, decoder.EPS, weight_decay=decoder.DECAY, mask=masked
-    )
+    how = {"weight_decay": decoder.DECAY, "mask": masked}
+    tx = optax.adamw(decoder.LR, *decoder.BETAS, decoder.EPS, **how)
     count = jnp.asarray(next(iter(restored["step"].values())), jnp.int32)
     moments = optax.ScaleByAdamState(count, restored["exp_avg"], restored["exp_avg_sq"])
     state = (moments, *tx.init(params)[1:])

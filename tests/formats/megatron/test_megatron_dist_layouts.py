@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, by_hand, cut_by, in_lanes, numbered
+from helpers import MemoryStore, by_hand, cut_by, faults_of, in_lanes, numbered
 from jax_ucp.arrays.checks import verdicts
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.evaluate import expressions, read
@@ -49,9 +49,8 @@ def ranges(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
 
 @given(st.data(), st.booleans())
 def test_a_part_of_a_buffer_that_is_cut_anywhere_is_joined_again(data, transposed):
-    shape = tuple(
-        data.draw(st.lists(st.integers(1, 6), min_size=2 if transposed else 1, max_size=2))
-    )
+    axes = st.lists(st.integers(1, 6), min_size=2 if transposed else 1, max_size=2)
+    shape = tuple(data.draw(axes))
     before, at, after = (data.draw(st.integers(0, 9)) for _ in range(3))
     memory = numbered(shape)
     buffer = np.full(before + at + memory.size + after, -1)
@@ -92,9 +91,8 @@ def test_flattened_fragments_that_are_cut_anywhere_are_joined_again(data, axes):
     shape = tuple(g * n for g, n in axes)
     whole, runs, store = numbered(shape), [], {}
     for i, place in enumerate(itertools.product(*map(range, grid))):
-        block = whole[
-            tuple(slice(at * n, (at + 1) * n) for at, n in zip(place, local, strict=True))
-        ].ravel()
+        spans = zip(place, local, strict=True)
+        block = whole[tuple(slice(at * n, (at + 1) * n) for at, n in spans)].ravel()
         for a, b in data.draw(ranges(block.size)):
             target = Box((*place, a), (*(at + 1 for at in place), b))
             store[f"{i}.{a}"] = block[a:b]
@@ -102,30 +100,25 @@ def test_flattened_fragments_that_are_cut_anywhere_are_joined_again(data, axes):
     out = np.full(shape, -1)
     for run in flattened_runs(shape, (*grid, math.prod(local)), runs):
         assert (out[run.target.index] == -1).all()
-        out[run.target.index] = store[run.key][run.start : run.start + run.target.size].reshape(
-            run.target.shape
-        )
+        part = store[run.key][run.start : run.start + run.target.size]
+        out[run.target.index] = part.reshape(run.target.shape)
     np.testing.assert_array_equal(out, whole)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_a_chunk_of_several_layers_and_experts_is_those_of_each(layers, experts, rows, step):
-    key, whole = (
-        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
-        numbered((layers, experts, rows, 2)),
-    )
-    blocks = [
-        Box((i, 0, 0, 0), (min(i + step, layers), experts, rows, 2)) for i in range(0, layers, step)
-    ]
+    key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    whole = numbered((layers, experts, rows, 2))
+    firsts = range(0, layers, step)
+    blocks = [Box((i, 0, 0, 0), (min(i + step, layers), experts, rows, 2)) for i in firsts]
     runs = [StoredRun(str(box.start[0]), 0, box) for box in blocks]
     found = unstacked(key, whole.shape, runs)
     assert len(found) == layers * experts
     for i, e in itertools.product(range(layers), range(experts)):
         shape, (run,) = found[f"decoder.layers.{i}.mlp.experts.{e}.linear_fc1.weight"]
         stored = whole[i - i % step : i - i % step + step].ravel()
-        np.testing.assert_array_equal(
-            stored[run.start : run.start + run.target.size].reshape(shape), whole[i, e]
-        )
+        got = stored[run.start : run.start + run.target.size].reshape(shape)
+        np.testing.assert_array_equal(got, whole[i, e])
 
 
 @given(
@@ -196,9 +189,10 @@ def test_a_layout_that_is_none_is_refused_by_name(layout):
         stage_chunks(Args(fields))
 
 
-def buckets_of(
-    modules: list[tuple[bool, list[np.ndarray]]], limit: int | None
-) -> Iterator[list[tuple[int, np.ndarray]]]:
+Buckets = Iterator[list[tuple[int, np.ndarray]]]
+
+
+def buckets_of(modules: list[tuple[bool, list[np.ndarray]]], limit: int | None) -> Buckets:
     """The buckets of a buffer: tensors with their starts, from the last module to the first."""
     bucket, at = list[tuple[int, np.ndarray]](), 0
     for shared, memory in reversed(modules):
@@ -234,44 +228,29 @@ class Writer:
             self._weight(name, array.astype(BF16))
         for chain, expert in enumerate((False, True) if e > 1 else (None,)):
             prefix = f"chained_{chain}." if e > 1 else ""
-            ranks = (
-                itertools.product(range(p), range(e), range(etp))
-                if expert
-                else itertools.product(range(p), [0], range(t))
-            )
+            axes = (range(e), range(etp)) if expert else ([0], range(t))
+            ranks = itertools.product(range(p), *axes)
             for group, (pp, ep, rank) in enumerate(ranks):
                 place = argparse.Namespace(pp=pp, ep=ep, rank=rank)
-                self._rank(
-                    f"{prefix}optimizer.distributed.dp_group_idx_{group}",
-                    place,
-                    expert,
-                    buckets,
-                    grouped,
-                    tied,
-                )
+                at = f"{prefix}optimizer.distributed.dp_group_idx_{group}"
+                self._rank(at, place, expert, buckets, grouped, tied)
 
     def _weight(self, name: str, array: np.ndarray) -> None:
         runs, ranks = [], self.etp if ".experts." in name else self.t
-        pieces = {
-            id(piece): piece for rank in shard(name, array, ranks, self.gated) for piece in rank
-        }
+        ranks = shard(name, array, ranks, self.gated)
+        pieces = {id(piece): piece for rank in ranks for piece in rank}
         for i, piece in enumerate(pieces.values()):
-            start = (
-                piece.__array_interface__["data"][0] - array.__array_interface__["data"][0]
-            ) // 2
+            begins = [x.__array_interface__["data"][0] for x in (piece, array)]
+            start = (begins[0] - begins[1]) // 2
             corner = np.unravel_index(start, array.shape)
-            box = Box(
-                tuple(map(int, corner)),
-                tuple(int(a) + n for a, n in zip(corner, piece.shape, strict=True)),
-            )
+            stop = (int(a) + n for a, n in zip(corner, piece.shape, strict=True))
+            box = Box(tuple(map(int, corner)), tuple(stop))
             self.arrays[f"f:{name}@{i}"] = piece
             runs.append(StoredRun(f"f:{name}@{i}", 0, box))
         self.tensors[name] = DistTensor(array.shape, array.dtype, tuple(runs))
 
     def _modules(self, state: str, place, c: int, expert: bool | None, grouped: bool, tied: bool):
-        """What the rank has in one chunk, in module order: whether it is a shared embedding, and
-        its memory.
-        """
+        """What the rank has in a chunk, in module order: is it a shared embedding, and memory."""
         per, found = LAYERS // (self.p * self.v), []
         for name, array in self.whole[state].items():
             words = name.split(".")
@@ -284,9 +263,8 @@ class Writer:
                 where = layer // per == c * self.p + place.pp
             if not where or (expert is not None and is_expert != expert):
                 continue
-            if is_expert and int(words[5]) // (EXPERTS // self.e) != (
-                place.ep if self.e > 1 else 0
-            ):
+            rank = place.ep if self.e > 1 else 0
+            if is_expert and int(words[5]) // (EXPERTS // self.e) != rank:
                 continue
             pieces = shard(name, array, ranks, self.gated)[place.rank]
             local = np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
@@ -296,21 +274,14 @@ class Writer:
             if group is not None and (group in [g for g, *_ in found]):
                 next(memory for g, _, memory in found if g == group).append(local)
             else:
-                found.append(
-                    (
-                        group,
-                        tied and self.p > 1 and name == "embedding.word_embeddings.weight",
-                        [local],
-                    )
-                )
+                is_shared = tied and self.p > 1 and name == "embedding.word_embeddings.weight"
+                found.append((group, is_shared, [local]))
         if tied and self.p > 1 and (place.pp, c) == (self.p - 1, self.v - 1) and not expert:
             copy = self.whole[state]["embedding.word_embeddings.weight"]
             found.append((None, True, [np.split(copy, self.t)[place.rank]]))
         return [(shared, memory) for _, shared, memory in found]
 
-    def _rank(
-        self, at: str, place, expert: bool | None, limit: int | None, grouped: bool, tied: bool
-    ) -> None:
+    def _rank(self, at: str, place, expert, limit: int | None, grouped: bool, tied: bool):
         sizes: list[dict] = []
         param_state: dict = {"buckets_coalesced": True}
         for c in range(self.v):
@@ -325,10 +296,7 @@ class Writer:
                 for k, bucket in enumerate(buckets_of(modules, own)):
                     end = max(start + flat.size for start, flat in bucket)
                     data, runs = np.full(end, np.nan, np.float32), list[StoredRun]()
-                    key = (
-                        f"{at}.gbuf_idx_{c}.dtype_(torch.bfloat16,"
-                        f" torch.float32).bucket_idx_{k}.{state}"
-                    )
+                    key = f"{at}.gbuf_idx_{c}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{k}.{state}"
                     shard_size = -(-end // 128) * 64  # two data-parallel ranks
                     edges = {0, end, *(n for n in (shard_size,) if n < end)}
                     for start, flat in bucket:
@@ -347,13 +315,10 @@ class Writer:
                 sizes[c][dtypes] = [flat.size for flat in flats]
                 buffer[state] = np.concatenate(flats)
             if buffer:
-                param_state[c] = {
-                    (BF16, np.dtype(np.float32)): {**buffer, "numel_unpadded": buffer["param"].size}
-                }
-        self._object(
-            f"{at}.optimizer",
-            [{"param_groups": [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]}],
-        )
+                buffer = {**buffer, "numel_unpadded": buffer["param"].size}
+                param_state[c] = {(BF16, np.dtype(np.float32)): buffer}
+        groups = [{"wd_mult": decay, "step": 5} for decay in (1.0, 0.0)]
+        self._object(f"{at}.optimizer", [{"param_groups": groups}])
         if self.kind == "dp_reshardable":
             self._object(f"{at}.per_bucket_numel_unpadded", [sizes])
         else:
@@ -371,16 +336,8 @@ class Writer:
         names = [path.name for path in self.folder.iterdir()]
         args = Args(self.args)
         folder = file_path(self.folder)
-        return DistFiles(
-            self.tensors,
-            self.objects,
-            store,
-            names,
-            folder=folder,
-            args=args,
-            common=common,
-            tree=tree,
-        )
+        said = {"folder": folder, "args": args, "common": common, "tree": tree}
+        return DistFiles(self.tensors, self.objects, store, names, **said)
 
 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero"])
@@ -392,9 +349,7 @@ class Writer:
      (2, 2, 1, 2, 2, {"moe": True, "buckets": 900}), (2, 2, 1, 4, 1, {"moe": True, "gated": False}),
      (1, 1, 1, 2, 1, {"moe": True, "grouped": True}), (2, 2, 1, 2, 2, {"moe": True, "grouped": True})]),
 )  # fmt: skip
-def test_flat_buffers_of_any_parallelism_are_read_as_they_were(
-    tmp_path, kind, t, p, v, e, etp, how
-):
+def test_flat_buffers_of_any_parallelism_are_read(tmp_path, kind, t, p, v, e, etp, how):
     writer = Writer(tmp_path, t, p, v, e, etp, kind, **how)
     contents = read_files(writer.files(), Options())
     names = {leaf.label: leaf.name for leaf in contents.leaves}
@@ -404,7 +359,7 @@ def test_flat_buffers_of_any_parallelism_are_read_as_they_were(
             got = contents.arrays.read(names[f"{state}/{name}"], Box.whole(array.shape))
             assert same_bits(np.ascontiguousarray(got), array), f"{state}/{name}"
             assert contents.arrays.read(names[f"step/{name}"], Box((), ())) == 5
-    assert [fault for _, fault in contents.verify() if fault] == []
+    assert faults_of(contents) == []
     assert all(item.reason != "not understood" for item in contents.inventory)
 
 
@@ -421,9 +376,7 @@ SIZES = r"has buckets of \[.*modules lie in another order"
      ("dp_zero", {"untie_embeddings_and_output_weights": False}, SIZES),
      ("dp_zero", {"pipeline_model_parallel_size": 4}, "no buffer of its|" + SIZES)],
 )  # fmt: skip
-def test_args_by_which_the_buffers_would_hold_other_parameters_are_refused(
-    tmp_path, kind, change, message
-):
+def test_args_by_which_buffers_would_hold_others_are_refused(tmp_path, kind, change, message):
     writer = Writer(tmp_path, 2, 2, 1, 2, 2, kind, moe=True, buckets=900)
     read_files(writer.files(), Options())
     writer.args.update(change)
@@ -440,7 +393,7 @@ def test_where_sizes_fit_one_order_of_modules_alone_it_is_that_one(tmp_path, kin
     for name, array in writer.whole["param"].items():
         got = contents.arrays.read(names[f"param/{name}"], Box.whole(array.shape))
         assert same_bits(np.ascontiguousarray(got), array), name
-    assert [fault for _, fault in contents.verify() if fault] == []
+    assert faults_of(contents) == []
 
 
 def test_an_order_that_fits_in_every_size_is_refused_by_the_masters(tmp_path):
@@ -450,10 +403,8 @@ def test_an_order_that_fits_in_every_size_is_refused_by_the_masters(tmp_path):
     for options in (Options(), Options(on_conflict="copy")):
         contents = read_files(writer.files(), options)
         faults = [fault for _, fault in verdicts(contents.checks("sample")) if fault]
-        assert any(
-            re.search(r"input_layernorm\.weight.* the master .*modules in another order", fault)
-            for fault in faults
-        )
+        words = r"input_layernorm\.weight.* the master .*modules in another order"
+        assert any(re.search(words, fault) for fault in faults)
     alone = read_files(writer.files(), Options(weights_only=True))
     assert not any(fault for _, fault in verdicts(alone.checks("sample")))
 

@@ -59,18 +59,13 @@ def test_an_optimizer_without_masters_numbers_its_parameters_too():
 @pytest.mark.parametrize("chained", [False, True])
 def test_optimizers_that_number_their_parameters_are_dicts_with_lists_again(chained):
     above = ("optimizer", 0) if chained else ("optimizer",)
-    paths = {
-        "a": (*above, "optimizer", "state", "0", "exp_avg"),
-        "b": (*above, "optimizer", "param_groups", 0, "params"),
-        "c": (*above, "fp32_from_fp16_params", 0, 0),
-    }
+    paths = {"a": (*above, "optimizer", "state", "0", "exp_avg")}
+    paths["b"] = (*above, "optimizer", "param_groups", 0, "params")
+    paths["c"] = (*above, "fp32_from_fp16_params", 0, 0)
     leaves = {"a": "moment", "b": [0], "c": "master"}
-    assert saved(paths, leaves).numbered == [
-        {
-            "optimizer": {"state": {0: {"exp_avg": "moment"}}, "param_groups": [{"params": [0]}]},
-            "fp32_from_fp16_params": [["master"]],
-        }
-    ]
+    inner = {"state": {0: {"exp_avg": "moment"}}, "param_groups": [{"params": [0]}]}
+    want = {"optimizer": inner, "fp32_from_fp16_params": [["master"]]}
+    assert saved(paths, leaves).numbered == [want]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -164,7 +159,7 @@ def test_a_root_opens_with_its_tracker_without_it_and_by_the_folder(case, tmp_pa
     assert ucp.open(root).path == by_tracker.path == ucp.open(root / "iter_0000003").path
     (root / "iter_0000003").rename(tmp_path / "moved")
     renamed = ucp.open(tmp_path / "moved")
-    assert [leaf.label for leaf in renamed.leaves] == [leaf.label for leaf in by_tracker.leaves]
+    assert list(renamed) == list(by_tracker)
 
 
 def test_of_several_iterations_without_a_tracker_none_is_taken(tmp_path):
@@ -172,15 +167,6 @@ def test_of_several_iterations_without_a_tracker_none_is_taken(tmp_path):
         shutil.copytree(DATA / CASES[0] / "ckpt" / "iter_0000003", tmp_path / f"iter_{step:07d}")
     with pytest.raises(NotACheckpoint, match="iter_0000003, iter_0000004: open one"):
         ucp.open(tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_groups_say_of_a_parameter_is_kept_and_all_is_accounted_for(case):
-    checkpoint = ucp.open(DATA / case / "ckpt")
-    assert all(item.reason != "not understood" for item in checkpoint.inventory)
-    counted = [item.where for item in checkpoint.inventory]
-    assert len(counted) == len(set(counted))
-    assert [fault for _, fault in checkpoint.verify() if fault] == []
 
 
 def test_a_parameter_that_is_a_ranks_part_of_one_is_refused_by_its_name():

@@ -52,14 +52,9 @@ def gated_whole(weight: np.ndarray, ranks: int) -> np.ndarray:
 
 
 @given(
-    st.sampled_from(sorted(ROWS)),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.integers(1, 12),
-    st.sampled_from([8, 16, 32]),
-    st.booleans(),
-    st.sampled_from([None, "mxfp8"]),
-)
+    st.sampled_from(sorted(ROWS)), st.integers(1, 3), st.integers(1, 4), st.integers(1, 12),
+    st.sampled_from([8, 16, 32]), st.booleans(), st.sampled_from([None, "mxfp8"]),
+)  # fmt: skip
 def test_what_is_accepted_is_stored_as_it_is(name, ranks, shards, count, unit, gated, recipe):
     argument, cut = ROWS[name]
     expert = ".experts." in name

@@ -1,6 +1,4 @@
-"""Real legacy checkpoints of Megatron, against the state that was taken from the live processes
-before the save.
-"""
+"""Real legacy checkpoints of Megatron, against the state of the live processes."""
 
 import json
 from itertools import pairwise
@@ -36,18 +34,15 @@ def test_extras_keep_what_the_run_put_beside_the_model():
 
 
 def test_a_users_spec_overrides_one_rule_of_the_built_in_one(tmp_path):
-    root, name = (
-        DATA / "legacy_tp2_dp2_distopt_bf16" / "ckpt",
-        "decoder.layers.{layer}.mlp.linear_fc1.weight",
-    )
+    root = DATA / "legacy_tp2_dp2_distopt_bf16" / "ckpt"
+    name = "decoder.layers.{layer}.mlp.linear_fc1.weight"
     spec = tmp_path / "mine.yaml"
     spec.write_text(f"extends: megatron\nshards: [{{param: '{name}', pattern: {{sharded: 0}}}}]")
     mine, theirs = ucp.open(root, spec=spec), ucp.open(root)
     label = "param/decoder.layers.0.mlp.linear_fc1.weight"
     gate_up = theirs.read(label).reshape(2, 2, 12, 32)
-    np.testing.assert_array_equal(
-        mine.read(label).reshape(2, 2, 12, 32), gate_up.transpose(1, 0, 2, 3)
-    )
+    other = mine.read(label).reshape(2, 2, 12, 32)
+    np.testing.assert_array_equal(other, gate_up.transpose(1, 0, 2, 3))
     qkv = "param/decoder.layers.0.self_attention.linear_qkv.weight"
     np.testing.assert_array_equal(mine.read(qkv), theirs.read(qkv))
 
@@ -82,9 +77,7 @@ def test_sizes_that_contradict_the_shards_are_refused():
     st.integers(1, 6),
     st.integers(1, 900),
 )
-def test_a_walk_places_every_tensor_once_inside_its_bucket_whatever_the_bucket_size(
-    tensors, dp, limit
-):
+def test_a_walk_places_every_tensor_once_inside_its_bucket_whatever_the_size(tensors, dp, limit):
     sizes, shared = [n for n, _ in tensors], [s for _, s in tensors]
     for bucket_size in (None, limit):
         starts, buckets = buffer_walk(sizes, shared, dp, bucket_size)
@@ -112,18 +105,14 @@ def test_the_walk_gives_the_buckets_of_the_worked_example():
 ])  # fmt: skip
 def test_ranks_that_write_files_are_the_first_of_each_pipeline_stage(t, p, e, etp, want):
     degrees = {"tensor": t, "pipeline": p, "expert": e}
-    args = {f"{kind}_model_parallel_size": n for kind, n in degrees.items()} | {
-        "expert_tensor_parallel_size": etp
-    }
+    args = {f"{kind}_model_parallel_size": n for kind, n in degrees.items()}
+    args["expert_tensor_parallel_size"] = etp
     assert writing_ranks(Args(args)) == want
 
 
 def test_expert_parallelism_that_loses_dense_shards_is_refused():
-    degrees = {
-        "tensor_model_parallel_size": 4,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-    }
+    degrees = {f"{kind}_model_parallel_size": n for kind, n in (("tensor", 4), ("expert", 2))}
+    degrees["expert_tensor_parallel_size"] = 1
     with pytest.raises(FormatError, match="does not keep every rank's tensors"):
         writing_ranks(Args(degrees))
 
@@ -133,7 +122,6 @@ def test_norms_that_transformer_engine_fuses_get_the_names_of_the_local_spec():
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
         ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias"),
     ]:
-        (part,) = parts_of(
-            f"decoder.layers.1.{fused}", (8,), first_layer=4, experts=range(0), hidden=8
-        )
+        where = {"first_layer": 4, "experts": range(0), "hidden": 8}
+        (part,) = parts_of(f"decoder.layers.1.{fused}", (8,), **where)
         assert part.name == f"decoder.layers.5.{plain}"

@@ -60,10 +60,8 @@ def test_the_group_of_experts_has_experts():
 def test_experts_that_share_a_group_with_the_rest_are_found_by_shape():
     modules = [module(LINEAR, 8, 4), module(EXPERT, 4, 8)]
     states = [{"exp_avg": tensor("a", 8, 4)}], [{"exp_avg": tensor("b", 4, 8)}]
-    assert owners([optimizer(*states, is_expert_parallel=False)], modules) == {
-        "a": LINEAR,
-        "b": EXPERT,
-    }
+    states = [optimizer(*states, is_expert_parallel=False)]
+    assert owners(states, modules) == {"a": LINEAR, "b": EXPERT}
 
 
 def test_masters_are_of_the_16_bit_weights_of_their_group():

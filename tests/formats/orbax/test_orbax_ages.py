@@ -60,9 +60,7 @@ def test_a_run_opens_its_latest_finished_step_and_the_one_that_is_asked_for():
     assert any("not finished: 3.orbax-checkpoint-tmp-17" in note for note in checkpoint.notes)
     beside = {item.where for item in checkpoint.inventory if item.status == "skipped"}
     assert {"2", "3.orbax-checkpoint-tmp-17"} <= beside
-    with pytest.raises(
-        NotACheckpoint, match=r"no finished step 3; it has 1, 2; not finished: 3.orb"
-    ):
+    with pytest.raises(NotACheckpoint, match=r"no finished step 3; it has 1, 2; not finished: 3."):
         ucp.open(RUN, step=3)
     with pytest.raises(FormatError, match="is one checkpoint, not a run with steps"):
         ucp.open(RUN / "2", step=2)
@@ -131,13 +129,10 @@ def test_a_save_in_parts_is_none_until_it_is_finalized(tmp_path):
         ucp.open(run)
 
 
-@pytest.mark.parametrize(
-    ("case", "lost"),
-    [
-        ("v1_replica_folders", "manifest.ocdbt"),
-        ("v1_split_metadata", "ocdbt_meta"),
-    ],
-)
+@pytest.mark.parametrize(("case", "lost"), [
+    ("v1_replica_folders", "manifest.ocdbt"),
+    ("v1_split_metadata", "ocdbt_meta"),
+])  # fmt: skip
 def test_databases_in_several_folders_are_refused_without_what_joins_them(case, lost, tmp_path):
     step = copied(FOLDER / f"orbax0128-{case}" / "ckpt", tmp_path / "step")
     opened = ucp.open(step)
@@ -150,14 +145,9 @@ def test_databases_in_several_folders_are_refused_without_what_joins_them(case, 
 
 def test_of_several_trees_of_a_step_the_one_that_is_named_opens():
     path = FOLDER / "orbax01130-manager_two_trees" / "ckpt"
-    with pytest.raises(
-        NotACheckpoint,
-        match=r"is a step with the items opt, params: open one of them, .*/opt, or name it, model='opt'",
-    ):
+    with pytest.raises(NotACheckpoint, match=r"items opt, params: open one .*/opt, .* model='opt'"):
         ucp.open(path)
-    with pytest.raises(
-        NotACheckpoint, match=r"is a step with the items opt, params, and no 'paramz'"
-    ):
+    with pytest.raises(NotACheckpoint, match=r"a step with the items opt, params, and no 'paramz'"):
         ucp.open(path, model="paramz")
     assert ucp.open(path, model="opt").path.endswith("3/opt")
     assert ucp.open(path / "3", model="params").source["model"] == "params"

@@ -1,7 +1,6 @@
-"""What lies in the folder of a checkpoint that Orbax or we wrote and is no part of it; arrays of
-other leaves.
-"""
+"""What lies in the folder of a checkpoint and is no part of it; arrays of other leaves."""
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -26,17 +25,13 @@ FOREIGN |= {"optimizer.pt": True, "checkpoint.pt": True, "notes.txt": False, ".D
 
 
 def stock(path: Path, ocdbt: bool, zarr3: bool) -> None:
-    with ocp.Checkpointer(
-        ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
-    ) as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
+    with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(TREE))
 
 
-WRITERS = {
-    f"ocdbt {o} zarr3 {z}": lambda path, o=o, z=z: stock(path, o, z)
-    for o in (False, True)
-    for z in (False, True)
-}
+KINDS = itertools.product((False, True), repeat=2)
+WRITERS = {f"ocdbt {o} zarr3 {z}": lambda at, o=o, z=z: stock(at, o, z) for o, z in KINDS}
 WRITERS["universal"] = lambda path: ucp.Checkpoint.of(TREE).save(path)
 
 
@@ -65,18 +60,16 @@ def test_an_array_of_two_versions_of_zarr_is_refused(tmp_path):
     shutil.copy(tmp_path / "False" / "a" / ".zarray", tmp_path / "True" / "a")
     shutil.copy(tmp_path / "True" / "b" / "zarr.json", tmp_path / "False" / "b")
     for zarr3, name in ((True, "a"), (False, "b")):
-        with pytest.raises(
-            FormatError, match=rf"/{name} has \.zarray and zarr\.json.* is the one of v{2 + zarr3}"
-        ):
+        words = rf"/{name} has \.zarray and zarr\.json.* is the one of v{2 + zarr3}"
+        with pytest.raises(FormatError, match=words):
             ucp.open(tmp_path / f"{zarr3}")
 
 
 def test_an_array_that_is_smaller_than_what_a_device_wrote_of_it_is_another(tmp_path):
     import jax.numpy as jnp
 
-    with ocp.Checkpointer(
-        ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
-    ) as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
+    with ocp.Checkpointer(handler) as checkpointer:
         tree = {"w": jnp.ones((3, 4)), "v": jnp.ones(2), "s": jnp.float32(1)}
         checkpointer.save(tmp_path / "c", args=ocp.args.PyTreeSave(tree))
     assert ucp.open(tmp_path / "c").restore()["w"].shape == (3, 4)
@@ -84,25 +77,21 @@ def test_an_array_that_is_smaller_than_what_a_device_wrote_of_it_is_another(tmp_
         folder = Path(shutil.copytree(tmp_path / "c", tmp_path / name))
         shutil.rmtree(folder / name)
         shutil.copytree(tmp_path / "c" / other, folder / name)
-        with pytest.raises(
-            FormatError, match=rf"/{name} has shape .* but by _METADATA a device wrote"
-        ):
+        with pytest.raises(FormatError, match=rf"/{name} has shape .* but by _METADATA a device"):
             ucp.open(folder)
 
 
 def test_a_step_names_what_lies_beside_its_item_and_one_without_an_item_says_so(tmp_path):
-    with ocp.CheckpointManager(
-        tmp_path / "m", item_handlers=ocp.StandardCheckpointHandler()
-    ) as manager:
+    handler = ocp.StandardCheckpointHandler()
+    with ocp.CheckpointManager(tmp_path / "m", item_handlers=handler) as manager:
         manager.save(7, args=ocp.args.StandardSave(TREE))
         manager.wait_until_finished()
     step = tmp_path / "m" / "7"
     (step / "pytorch_model.bin").write_bytes(b"other")
     checkpoint = ucp.open(step)
     assert "not read: pytorch_model.bin: weights beside the checkpoint" in checkpoint.notes
-    assert [item.where for item in checkpoint.inventory if item.status == "skipped"] == [
-        "pytorch_model.bin"
-    ]
+    skipped = [item.where for item in checkpoint.inventory if item.status == "skipped"]
+    assert skipped == ["pytorch_model.bin"]
     shutil.rmtree(step / "default")
     with pytest.raises(NotACheckpoint, match="is a step without a PyTree item"):
         ucp.open(step)

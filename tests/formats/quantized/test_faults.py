@@ -33,9 +33,8 @@ def changed(case: str, folder: Path, change: Change) -> Path:
 def parts_of(case: str) -> list[str]:
     """The parts of one weight that are stored as such, by name."""
     (weight, *_) = ucp.open(DATA / case / "ckpt")._contents.quantized
-    stored = {
-        leaf.path[-1].name for leaf in ucp.open(DATA / case / "ckpt", dequantize=False).leaves
-    }
+    leaves = ucp.open(DATA / case / "ckpt", dequantize=False).leaves
+    stored = {leaf.path[-1].name for leaf in leaves}
     names = [label.removeprefix("param/") for label in weight.parts.values()]
     return [name for name in names if name in stored]
 
@@ -130,7 +129,7 @@ def test_the_config_of_modelopt_may_stand_alone_and_says_the_same(case, tmp_path
     del alone["quantization_config"]
     (path / "config.json").write_text(json.dumps(alone))
     made, same = (ucp.open(one, dequantize="float32") for one in (path, DATA / case / "ckpt"))
-    assert {leaf.label for leaf in made.leaves} == {leaf.label for leaf in same.leaves}
+    assert set(made) == set(same)
     for leaf in same.leaves:
         assert np.array_equal(made.read(leaf.label), same.read(leaf.label))
     (path / "hf_quant_config.json").unlink()
@@ -148,9 +147,7 @@ def test_a_scale_that_is_no_number_is_named_when_it_is_read_and_only_then(tmp_pa
     checkpoint = ucp.open(path, dequantize="bfloat16")
     name = "param/model.layers.0.mlp.down_proj.weight"
     checkpoint.read(name, Box((32, 0), (64, 96)))
-    with pytest.raises(
-        CorruptData, match=r"scale_inv has nan at \[0, 2\], which should be a finit"
-    ):
+    with pytest.raises(CorruptData, match=r"scale_inv has nan at \[0, 2\], which should be"):
         checkpoint.read(name)
     with pytest.raises(CorruptData, match="scale_inv"):
         checkpoint.save(tmp_path / "out")

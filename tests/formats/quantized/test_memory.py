@@ -1,12 +1,12 @@
 """A conversion of a quantised weight holds its budget, and neither the weight nor its codes."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.quantized import _write, block_fp8, bnb_nf4, gptq
+from programs import python
 
 ROOT = Path(__file__).parents[3]
 N, BUDGET_MIB, BEYOND_MIB = 6144, 8, 16  # the weight has 72 MiB, as float32 144
@@ -29,8 +29,5 @@ print(peak() - before)
 )
 def test_a_conversion_holds_its_budget_and_not_the_weight(make, dtype, tmp_path):
     _write(tmp_path / "source", *make(N))
-    arguments = [tmp_path / "source", tmp_path / "target", dtype, str(BUDGET_MIB << 20)]
-    command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < (BUDGET_MIB + BEYOND_MIB) << 20
+    arguments = [tmp_path / "source", tmp_path / "target", dtype, BUDGET_MIB << 20]
+    assert int(python("-c", SCRIPT, *arguments, cwd=ROOT)) < (BUDGET_MIB + BEYOND_MIB) << 20

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
+from helpers import faults_of
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import LayoutError, QuantizedWeights, SpecError
 
@@ -40,7 +41,7 @@ def test_codes_times_scales_in_their_leaves_are_the_weights_in_theirs(case, tmp_
             weights += 1
     assert weights == 2 * 7
     assert len(mapped.leaves) == len(whole.leaves) + 7
-    assert not [fault for _, fault in mapped.verify() if fault]
+    assert faults_of(mapped) == []
 
 
 def test_parts_are_mapped_only_where_they_were_asked_for_and_only_by_a_mapping_that_names_them():

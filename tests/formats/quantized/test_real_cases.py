@@ -32,7 +32,7 @@ def truth_of(case: str) -> dict[str, np.ndarray]:
 
 
 def quantized_names(case: str) -> list[str]:
-    stored = {leaf.label for leaf in ucp.open(DATA / case / "ckpt", dequantize=False).leaves}
+    stored = set(ucp.open(DATA / case / "ckpt", dequantize=False))
     return [name for name in truth_of(case) if name not in stored]
 
 
@@ -107,9 +107,8 @@ def test_a_mapping_works_on_top(tmp_path):
     checkpoint = open_case("ct_int4_asymmetric")
     plain = checkpoint.export(tmp_path / "plain", "safetensors")
     said = {"config": checkpoint.config, "assume": ["rope_theta"]}
-    of_codes, of_numbers = (
-        _flat(source.map("hf-llama-to-tunix", **said).restore()) for source in (checkpoint, plain)
-    )
+    mapped = (source.map("hf-llama-to-tunix", **said) for source in (checkpoint, plain))
+    of_codes, of_numbers = (_flat(one.restore()) for one in mapped)
     assert of_codes.keys() == of_numbers.keys()
     assert all(same_bits(of_codes[path], array) for path, array in of_numbers.items())
 

@@ -75,16 +75,10 @@ def test_of_a_box_inside_another_no_part_is_needed_outside_what_the_other_needs(
 
 
 @given(
-    st.integers(1, 8),
-    st.sampled_from([np.uint8, np.int32]),
-    st.integers(0, 1),
-    st.integers(1, 70),
-    st.integers(1, 5),
-    st.data(),
-)
-def test_codes_of_any_number_of_bits_come_out_of_words_as_they_went_in(
-    bits, dtype, axis, length, lines, data
-):
+    st.integers(1, 8), st.sampled_from([np.uint8, np.int32]), st.integers(0, 1), st.integers(1, 70),
+    st.integers(1, 5), st.data(),
+)  # fmt: skip
+def test_codes_of_any_bits_leave_words_as_they_went_in(bits, dtype, axis, length, lines, data):
     shape = (length, lines) if axis == 0 else (lines, length)
     codes = np.random.default_rng(bits + length).integers(0, 1 << bits, shape)
     stored = packed(codes, bits, axis, dtype)
@@ -101,9 +95,8 @@ def test_narrow_floats_are_those_of_the_ocp():
     assert np.array_equal(-FP4[8:], FP4[:8])
     assert (FP6_E2M3[1], FP6_E2M3[:32].max()) == (0.125, 7.5)
     assert (FP6_E3M2[1], FP6_E3M2[:32].max()) == (0.0625, 28.0)
-    assert exponents(np.arange(255, dtype=np.uint8)).tolist() == [
-        2.0 ** (e - 127) for e in range(255)
-    ]
+    powers = [2.0 ** (e - 127) for e in range(255)]
+    assert exponents(np.arange(255, dtype=np.uint8)).tolist() == powers
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
@@ -141,9 +134,7 @@ def other_shapes(array: np.ndarray) -> list[np.ndarray]:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_parts_whose_axes_are_others_are_refused_even_where_the_lengths_agree(scheme, data):
-    """Scales of (1, n) are for n columns, and those of (n, 1) or (n,) for n rows: which of them a
-    weight has is said by the scheme.
-    """
+    """Scales of (1, n) are for columns, of (n, 1) or (n,) for rows: the scheme says which."""
     made: Made = data.draw(SCHEMES[scheme])
     roles = sorted(
         role
@@ -172,13 +163,8 @@ def test_parts_whose_axes_are_others_are_refused_even_where_the_lengths_agree(sc
             assert np.array_equal(got, made.want.astype(np.float32), equal_nan=True)
 
 
-SIZED = {
-    "block fp8": "weight_block_size",
-    "GPTQ": "group_size",
-    "AWQ": "group_size",
-    "MLX": "group_size",
-    "ModelOpt, NVFP4": "group_size",
-}
+SIZED = dict.fromkeys(("GPTQ", "AWQ", "MLX", "ModelOpt, NVFP4"), "group_size")
+SIZED["block fp8"] = "weight_block_size"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -204,16 +190,11 @@ def test_blocks_of_another_size_in_the_config_are_refused_or_mean_the_same(schem
 
 def test_groups_of_mlx_that_leave_part_of_a_word_empty_are_refused():
     """Two groups of 64 codes of 2 bits fill 8 words; of 57 codes they would need no more."""
-    parts = {
-        "codes": np.zeros((1, 8), np.uint32),
-        "scales": np.ones((1, 2), np.float16),
-        "biases": np.zeros((1, 2), np.float16),
-    }
+    parts = {"codes": np.zeros((1, 8), np.uint32), "scales": np.ones((1, 2), np.float16)}
+    parts["biases"] = np.zeros((1, 2), np.float16)
     settings = {"group_size": 64, "bits": 2, "mode": "affine"}
     made = Made("MLX", parts, np.zeros((1, 128), np.float32), settings)
     made.view()
     made.settings["group_size"] = 57
-    with pytest.raises(
-        FormatError, match=r"rows of 8 words, and its scales are for 114 codes of 2"
-    ):
+    with pytest.raises(FormatError, match=r"rows of 8 words, and its scales are for 114 codes"):
         made.view()

@@ -1,6 +1,4 @@
-"""Which tensor of a trainer's state dict is a weight, and which a state of which weight: laws
-over any names.
-"""
+"""Which tensor of a trainer's state dict is a weight, and which whose state: laws of any names."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,32 +26,22 @@ def joined(*path: object) -> str:
     return ".".join(map(str, path))
 
 
-def placed(
-    paths: Iterable[tuple[str | int, ...]], objects: Mapping[Any, Any] = {}, **options: Any
-) -> Places:
+def placed(paths: Iterable[tuple], objects: Mapping[Any, Any] = {}, **options: Any) -> Places:
     """The places of tensors that all have one shape, by their paths."""
     return places({joined(*path): StateTensor(path) for path in paths}, objects, Options(**options))
 
 
 @given(PARAMS, STATES, st.booleans(), st.sampled_from(("model", "state_dict", "net", "")))
-def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(
-    params, states, flat, model
-):
+def test_every_state_goes_to_its_parameter_however_trainers_nest_it(params, states, flat, model):
     root = (model,) if model else ()
     want = {(*root, param): ("param", param) for param in params}
     for param in params:
         for state in states:
-            path = (
-                ("optim", joined("state", param, state))
-                if flat
-                else ("optim", "state", param, state)
-            )
+            own = [joined("state", param, state)] if flat else ["state", param, state]
+            path = ("optim", *own)
             want[path] = state, param
-    group = (
-        ("optim", joined("param_groups", min(params), "lr"))
-        if flat
-        else ("optim", "param_groups", 0, "lr")
-    )
+    own = [joined("param_groups", min(params), "lr")] if flat else ["param_groups", 0, "lr"]
+    group = ("optim", *own)
     want[group] = "other", joined(*group)
     found = placed(want)
     assert found.at == {joined(*path): place for path, place in want.items()}
@@ -62,14 +50,10 @@ def test_every_state_goes_to_its_parameter_however_the_trainer_nests_them(
 
 @given(PARAMS, STATES, st.booleans(), st.booleans())
 def test_a_copy_of_the_model_leaves_open_whose_states_they_are(params, states, flat, numbered):
-    """An average of the weights, a teacher, a second model of the same class: names and shapes
-    fit both.
-    """
+    """An average, a teacher, a second model of the same class: names and shapes fit both."""
     paths = [("model", param) for param in params] + [("ema", param) for param in params]
-    want = {
-        path: ("param", path[1]) if path[0] == "model" else ("other", joined(*path))
-        for path in paths
-    }
+    want = {("model", param): ("param", param) for param in params}
+    want |= {("ema", param): ("other", joined("ema", param)) for param in params}
     order = sorted(params)
     objects = {("optim", "param_groups", 0, "params"): [*range(len(order))] if numbered else order}
     mine = {}
@@ -81,39 +65,26 @@ def test_a_copy_of_the_model_leaves_open_whose_states_they_are(params, states, f
     if flat and not numbered:
         objects = {("optim", joined("param_groups", param, "lr")): 0.1 for param in order}
     apart = placed([*paths, *mine], objects)
-    assert apart.at == {joined(*path): place for path, place in want.items()} | {
-        joined(*path): ("other", joined(*path)) for path in mine
-    }
-    assert (
-        f"{joined('model', next(p for p in params if ('model', p) == paths[0]))!r}"
-        in apart.notes[-1]
-    )
+    places = want | {path: ("other", joined(*path)) for path in mine}
+    assert apart.at == {joined(*path): place for path, place in places.items()}
+    first = next(param for param in params if ("model", param) == paths[0])
+    assert f"{joined('model', first)!r}" in apart.notes[-1]
     assert "module-order" not in apart.notes[-1]
-    said = placed(
-        [*paths, *mine],
-        objects,
-        optimizer_groups=(tuple(joined("model", param) for param in order),),
-    )
+    word = tuple(joined("model", param) for param in order)
+    said = placed([*paths, *mine], objects, optimizer_groups=(word,))
     assert said.at == {joined(*path): place for path, place in (want | mine).items()}
     assert said.said
-    with pytest.raises(
-        Undecided, match=r"ema and model have these names; say which is meant: model\."
-    ):
+    with pytest.raises(Undecided, match=r"ema and model have these names; say which is meant:"):
         placed([*paths, *mine], objects, optimizer_groups=(tuple(order),))
 
 
 @given(PARAMS, STATES, st.booleans())
-def test_a_state_that_names_no_parameter_keeps_its_optimizer_whole_and_says_so(
-    params, states, flat
-):
+def test_a_state_that_names_no_parameter_keeps_its_optimizer_whole(params, states, flat):
     want = {("model", param): ("param", param) for param in params}
     for param in {*params, "gone"}:
         for state in states:
-            path = (
-                ("optim", joined("state", param, state))
-                if flat
-                else ("optim", "state", param, state)
-            )
+            own = [joined("state", param, state)] if flat else ["state", param, state]
+            path = ("optim", *own)
             want[path] = "other", joined(*path)
     found = placed(want, {("optim", "param_groups", 0, "lr"): 0.1})
     assert found.at == {joined(*path): place for path, place in want.items()}
@@ -127,19 +98,14 @@ def test_numbers_are_ids_and_no_names_even_of_a_model_whose_names_are_numbers():
         ("optim", "state", "1", "step"),
     ]  # fmt: skip
     found = placed(paths, GROUPS)
-    assert found.at == {
-        "model.0": ("param", "0"),
-        "model.1": ("param", "1"),
-        "optim.state.0.step": ("other", "optim.state.0.step"),
-        "optim.state.1.step": ("other", "optim.state.1.step"),
-    }
+    want = {f"model.{n}": ("param", n) for n in "01"}
+    steps = [f"optim.state.{n}.step" for n in "01"]
+    assert found.at == want | {name: ("other", name) for name in steps}
     assert "they go by numbers" in found.notes[0]
 
 
 @given(PARAMS, st.data(), st.booleans(), st.booleans())
-def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are_kept(
-    params, data, text, items
-):
+def test_numbers_are_those_that_groups_give_names_however_they_are_kept(params, data, text, items):
     order = data.draw(st.permutations(sorted(params)))
     numbers = data.draw(st.permutations(range(len(order))))
     cut = data.draw(st.integers(0, len(order)))
@@ -147,9 +113,8 @@ def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are
     for group, part in enumerate((slice(cut), slice(cut, None))):
         for key, values in (("params", numbers[part]), ("param_names", order[part])):
             path = ("optim", "param_groups", group, key)
-            objects |= (
-                {(*path, i): value for i, value in enumerate(values)} if items else {path: values}
-            )
+            each = {(*path, i): value for i, value in enumerate(values)}
+            objects |= each if items else {path: values}
     want = {("model", name): ("param", name) for name in params}
     for number, name in zip(numbers, order, strict=True):
         want["optim", "state", str(number) if text else number, "step"] = "step", name
@@ -160,17 +125,14 @@ def test_numbers_are_those_that_the_groups_give_names_however_lists_and_keys_are
 
 def test_two_optimizers_of_one_model_share_it_but_not_a_state():
     paths = {("model", name): ("param", name) for name in "ab"}
-    paths |= {
-        ("first", "state", "a", "step"): ("step", "a"),
-        ("second", "state", "b", "step"): ("step", "b"),
-    }
+    paths["first", "state", "a", "step"] = "step", "a"
+    paths["second", "state", "b", "step"] = "step", "b"
     assert placed(paths, GROUPS).at == {joined(*p): place for p, place in paths.items()}
     again = ("second", "state", "a", "step")
     found = placed([*paths, again], GROUPS)
     assert {found.at[joined(*p)][0] for p in [*paths, again] if "state" in p} == {"other"}
-    assert all(
-        "another optimizer has states of the same parameters" in note for note in found.notes
-    )
+    words = "another optimizer has states of the same parameters"
+    assert all(words in note for note in found.notes)
 
 
 def test_two_dicts_of_which_nothing_says_which_is_the_model_are_both_kept_aside():
@@ -190,17 +152,14 @@ def test_no_tensors_have_no_places():
 
 
 def test_a_word_does_not_give_one_parameter_the_states_of_two_optimizers():
-    objects = {
-        ("second", "param_groups", 0, "params"): [0],
-        ("first", "param_groups", 0, "params"): ["w"],
-    }
+    objects = {("second", "param_groups", 0, "params"): [0]}
+    objects["first", "param_groups", 0, "params"] = ["w"]
     paths = [("model", "w"), ("first", "state", "w", "step"), ("second", "state", 0, "step")]
     for word in ("module-order", (("w",),)):
         found = placed(paths, objects, optimizer_groups=word)
         assert {state for state, _ in found.at.values()} == {"param", "other"}
-        assert [note.partition(": ")[2] for note in found.notes[:2]] == [
-            "another optimizer has states of the same parameters"
-        ] * 2
+        words = [note.partition(": ")[2] for note in found.notes[:2]]
+        assert words == ["another optimizer has states of the same parameters"] * 2
 
 
 def test_groups_beside_an_optimizer_do_not_hide_its_states():
@@ -210,16 +169,10 @@ def test_groups_beside_an_optimizer_do_not_hide_its_states():
 
 
 @given(PARAMS, st.booleans())
-def test_an_optimizer_that_keeps_nothing_says_what_it_was_told_of_the_one_model_that_it_names(
-    params, copy
-):
-    """SGD without momentum; of a copy of the model it says nothing, for nothing says whose it
-    is.
-    """
-    objects = {
-        ("optim", "param_groups", 0, "lr"): 0.1,
-        ("optim", "param_groups", 0, "params"): sorted(params),
-    }
+def test_an_optimizer_that_keeps_nothing_says_what_it_was_told_of_its_one_model(params, copy):
+    """SGD without momentum; of a copy of the model it says nothing, as nothing says whose."""
+    group = ("optim", "param_groups", 0)
+    objects = {(*group, "lr"): 0.1, (*group, "params"): sorted(params)}
     paths = [("model", param) for param in params] + [("ema", param) for param in params if copy]
     found = placed(paths, objects)
     told = {name: settings["lr"] for name, settings in found.settings}
@@ -239,10 +192,8 @@ def test_two_optimizers_that_are_told_different_things_of_one_parameter_say_noth
 
 
 def test_states_of_bitsandbytes_have_their_own_names():
-    paths = {
-        name: ("optim", "state", 0, "__bnb_optimizer_quant_state__", name)
-        for name in ("state1", "qmap1")
-    }
+    state = ("optim", "state", 0, "__bnb_optimizer_quant_state__")
+    paths = {name: (*state, name) for name in ("state1", "qmap1")}
     objects = {("optim", "param_groups", 0, "params", 0): 0}
     optimizer = optimizer_dicts(paths, objects)[("optim",)]
     assert optimizer.states == {"state1": ((0, "state1"),), "qmap1": ((0, "qmap1"),)}

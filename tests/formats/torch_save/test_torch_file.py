@@ -1,6 +1,4 @@
-"""Real files of torch.save give torch's own values; damaged and hostile ones give our errors and
-nothing else.
-"""
+"""Real files of torch.save give torch's own values; damaged and hostile ones give our errors."""
 
 import gc
 import pickle
@@ -18,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_writer
-from helpers import boxes_in, open_below
+from helpers import open_below
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.codecs.torch_file import StoredTensor, TorchFile, TreeContents
 from jax_ucp.codecs.unpickle import Record, walk
@@ -55,17 +53,12 @@ def call(dotted: str, *args: bytes) -> bytes:
     return name(dotted) + b"(" + b"".join(args) + b"tR"
 
 
-def storage(
-    key: str = "0", numel: int = 6, kind: str = "torch.FloatStorage", location: str = "cpu"
-) -> bytes:
-    return (
-        b"(" + plain("storage") + name(kind) + plain(key) + plain(location) + plain(numel) + b"tQ"
-    )
+def storage(key="0", numel=6, kind="torch.FloatStorage", location="cpu") -> bytes:
+    about = name(kind) + plain(key) + plain(location) + plain(numel)
+    return b"(" + plain("storage") + about + b"tQ"
 
 
-def tensor(
-    stored: bytes = storage(), offset: object = 0, shape=(2, 3), strides=(3, 1), *more: bytes
-) -> bytes:
+def tensor(stored: bytes = storage(), offset=0, shape=(2, 3), strides=(3, 1), *more) -> bytes:
     args = (
         stored, plain(offset), plain(shape), plain(strides), plain(False), call("collections.OrderedDict"),
     )  # fmt: skip
@@ -97,16 +90,6 @@ def save(tmp_path) -> Callable[..., Path]:
 # What is read.
 
 
-@given(st.data())
-def test_a_box_of_a_tensor_is_that_part_of_the_whole(data):
-    file = TorchFile(DATA / "torchsave" / "views.pt")
-    key = data.draw(st.sampled_from(sorted(file.arrays())))
-    box = data.draw(boxes_in(file.arrays()[key].shape))
-    got = file.read(key, box)
-    assert got.shape == box.shape
-    assert got.tobytes() == whole(file, key)[box.index].tobytes()
-
-
 def test_empty_boxes_and_boxes_outside_are_told_apart():
     file = TorchFile(DATA / "torchsave" / "views.pt")
     assert file.arrays()["a"].shape == (5, 8)
@@ -121,15 +104,13 @@ def test_empty_boxes_and_boxes_outside_are_told_apart():
     *(("ComplexFloat", np.complex64), ("ComplexDouble", np.complex128), ("BFloat16", ml_dtypes.bfloat16)),
 ])  # fmt: skip
 def test_a_big_endian_file_has_the_same_values(save, kind, dtype):
-    values = (
-        np.arange(6) * 300 + 1j * np.arange(6) if np.dtype(dtype).kind == "c" else np.arange(6) * 40
-    ).astype(dtype)
+    values = np.arange(6) * 300 + 1j * np.arange(6) if "Complex" in kind else np.arange(6) * 40
+    values = values.astype(dtype)
     parts = 2 if values.dtype.kind == "c" else 1
     size = values.dtype.itemsize // parts
     swapped = values.view(f"u{size}").byteswap().tobytes()
-    path = save(
-        mapping(w=tensor(storage(kind=f"torch.{kind}Storage"))), {"0": swapped}, byteorder=b"big"
-    )
+    body = mapping(w=tensor(storage(kind=f"torch.{kind}Storage")))
+    path = save(body, {"0": swapped}, byteorder=b"big")
     want = values.reshape(2, 3)
     assert same_bits(whole(TorchFile(path), "w"), want)
     assert same_bits(TorchFile(path).read("w", Box((0, 1), (2, 3))), want[:, 1:])
@@ -137,9 +118,7 @@ def test_a_big_endian_file_has_the_same_values(save, kind, dtype):
 
 def test_everything_that_is_no_tensor_is_plain_data():
     file = TorchFile(DATA / "torchsave" / "trainer.pt")
-    values = [
-        value for _, value in walk(file.tree) if not isinstance(value, StoredTensor | np.dtype)
-    ]
+    values = [x for _, x in walk(file.tree) if not isinstance(x, StoredTensor | np.dtype)]
     plain_types = {
         dict, list, tuple, set, str, int, float, bool, type(None), bytes, bytearray, complex,
     }  # fmt: skip
@@ -217,12 +196,10 @@ def test_attributes_of_a_tensor_are_kept_with_it():
 def test_a_tensor_in_the_attributes_of_another_has_a_key(save):
     state = mapping(main=tensor())
     kind = name("torch._utils._rebuild_tensor_v2") + name("torch.nn.parameter.Parameter")
-    inner = (
-        b"(" + storage() + plain(0) + plain((6,)) + plain((1,)) + plain(True) + plain(None) + b"t"
-    )
-    file = TorchFile(
-        save(mapping(w=call("torch._tensor._rebuild_from_type_v2", kind, inner, state)))
-    )
+    inner = plain(0) + plain((6,)) + plain((1,)) + plain(True) + plain(None)
+    inner = b"(" + storage() + inner + b"t"
+    body = call("torch._tensor._rebuild_from_type_v2", kind, inner, state)
+    file = TorchFile(save(mapping(w=body)))
     assert set(file.arrays()) == {"w", "w/main"}
     np.testing.assert_array_equal(whole(file, "w"), SIX, strict=True)
 
@@ -250,20 +227,15 @@ def test_dtypes_devices_and_sizes_are_plain_values(save):
     }
     tree = node(TorchFile(save(mapping(**items))))
     assert str(tree.pop("odd")) == "torch.complex32"
-    assert tree == {
-        "dtype": np.dtype(ml_dtypes.bfloat16),
-        "device": "cuda:3",
-        "layout": "torch.strided",
-        "size": (2, 3),
-    }
+    want = {"dtype": np.dtype(ml_dtypes.bfloat16), "device": "cuda:3"}
+    assert tree == want | {"layout": "torch.strided", "size": (2, 3)}
 
 
 def test_the_oldest_rebuild_and_storages_of_other_devices_are_read(save):
     stored = storage(kind="torch.cuda.FloatStorage", location="cuda:1")
     body = call("torch._utils._rebuild_tensor", stored, plain(1), plain((2, 2)), plain((2, 1)))
-    np.testing.assert_array_equal(
-        whole(TorchFile(save(body)), ""), SIX[1:5].reshape(2, 2), strict=True
-    )
+    got = whole(TorchFile(save(body)), "")
+    np.testing.assert_array_equal(got, SIX[1:5].reshape(2, 2), strict=True)
 
 
 def test_zip64_sizes_and_offsets_are_read(save, monkeypatch):
@@ -345,15 +317,11 @@ def test_a_tensor_that_cannot_be_is_refused(save, case):
         TorchFile(save(mapping(w=body)))
 
 
-def test_the_path_of_a_bad_tensor_is_in_the_message(save):
-    with pytest.raises(FormatError, match=r"'model/0/w': its view reaches element 6"):
-        TorchFile(save(mapping(model=b"]" + mapping(w=tensor(offset=1)) + b"a")))
-
-
 @pytest.mark.parametrize("may_be_coded", [False, True])
-def test_a_broken_tensor_is_refused_even_where_others_are_good(save, may_be_coded):
-    with pytest.raises(FormatError, match="'bad'"):
-        TorchFile(save(mapping(good=tensor(), bad=tensor(offset=1))), may_be_coded=may_be_coded)
+def test_a_broken_tensor_is_refused_by_its_path_where_others_are_good(save, may_be_coded):
+    bad = b"]" + mapping(w=tensor(offset=1)) + b"a"
+    with pytest.raises(FormatError, match=r"'bad/0/w': its view reaches element 6"):
+        TorchFile(save(mapping(good=tensor(), bad=bad)), may_be_coded=may_be_coded)
 
 
 def test_a_view_that_ends_at_the_last_element_is_read(save):
@@ -411,9 +379,7 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path, case):
 
 
 def test_a_file_that_lost_bytes_in_the_middle_is_refused_or_the_same(tmp_path):
-    """Cut out whole members and parts of them: what remains has a directory, and it no longer
-    fits.
-    """
+    """Cut out whole members and parts of them: the directory that remains no longer fits."""
     content = (DATA / "torchsave" / "list.pt").read_bytes()
     path = tmp_path / "cut.pt"
     for start in range(0, len(content) - 64, 64):
@@ -449,9 +415,8 @@ def test_flipped_bytes_give_our_errors_or_a_readable_file(tmp_path, data):
 @given(st.data())
 def test_flipped_bytes_of_the_pickle_give_our_errors_or_a_readable_file(save, data):
     """The same where no CRC stands between the damage and the interpreter."""
-    with zipfile.ZipFile(
-        DATA / "torchsave" / data.draw(st.sampled_from(["dtypes.pt", "parameters.pt"]))
-    ) as file:
+    name = data.draw(st.sampled_from(["dtypes.pt", "parameters.pt"]))
+    with zipfile.ZipFile(DATA / "torchsave" / name) as file:
         members = {member.partition("/")[2]: file.read(member) for member in file.namelist()}
     body = bytearray(members.pop("data.pkl"))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -529,9 +494,8 @@ def rebuilt(content: bytes, entries: list[bytes]) -> bytes:
     """The same members under another directory."""
     start = struct.unpack_from("<L", content, len(content) - 6)[0]
     directory = b"".join(entries)
-    counts = struct.pack(
-        "<4s4H2LH", b"PK\5\6", 0, 0, len(entries), len(entries), len(directory), start, 0
-    )
+    numbers = 0, 0, len(entries), len(entries), len(directory), start, 0
+    counts = struct.pack("<4s4H2LH", b"PK\5\6", *numbers)
     return content[:start] + directory + counts
 
 
@@ -580,16 +544,10 @@ def test_a_deflated_member_inflates_to_just_its_declared_size(save):
     path = Path(str(file.filename))
     content = path.read_bytes()
     assert TorchFile(path).arrays()
-    for size, why in (
-        (5, "does not inflate"),
-        (7, "does not inflate"),
-        (2**29, "more than the 16 allowed"),
-    ):
+    for size, why in (5, "does not inflate"), (7, "does not inflate"), (2**29, "more than the 16 "):
         changed = bytearray(content)
-        for at, offset in (
-            (central(content, b"hand/byteorder"), 24),
-            (local(content, b"hand/byteorder"), 22),
-        ):
+        places = (central(content, b"hand/byteorder"), 24), (local(content, b"hand/byteorder"), 22)
+        for at, offset in places:
             changed[at + offset : at + offset + 4] = size.to_bytes(4, "little")
         path.write_bytes(changed)
         with pytest.raises(FormatError, match=why):
@@ -605,10 +563,8 @@ def test_a_deflate_bomb_is_refused_by_its_claim(tmp_path):
             file.writestr("hand/data/0", bytes(24 << 20), zipfile.ZIP_DEFLATED)
             file.writestr("hand/data.pkl", b"\x80\x02" + tensor(storage(numel=numel)) + b".")
         content = bytearray(path.read_bytes())
-        for at, offset in (
-            (central(bytes(content), STORAGE), 24),
-            (local(bytes(content), STORAGE), 22),
-        ):
+        places = (central(bytes(content), STORAGE), 24), (local(bytes(content), STORAGE), 22)
+        for at, offset in places:
             content[at + offset : at + offset + 4] = (4 * numel).to_bytes(4, "little")
         path.write_bytes(content)
         return path

@@ -1,6 +1,4 @@
-"""The format of torch.save before torch 1.6: real files are in test_torch_file, here are others
-and damaged ones.
-"""
+"""The format of torch.save before torch 1.6: files made by hand, and damaged ones."""
 
 import pickle
 import tempfile
@@ -80,9 +78,8 @@ def test_a_view_of_a_storage_is_that_part_of_it(data):
     tree = {"part": Tensor(part, 0, (2, 2), (2, 1)), "all": Tensor(all_of_it, 0, (4, 6), (6, 1))}
     with tempfile.TemporaryDirectory() as folder:
         file = TorchFile(write(Path(folder), legacy(tree)))
-        np.testing.assert_array_equal(
-            file.read("part", Box.whole((2, 2))).ravel(), WHOLE[first : first + 4]
-        )
+        part = file.read("part", Box.whole((2, 2))).ravel()
+        np.testing.assert_array_equal(part, WHOLE[first : first + 4])
         box = data.draw(boxes_in((4, 6)))
         np.testing.assert_array_equal(file.read("all", box), WHOLE.reshape(4, 6)[box.index])
 
@@ -100,9 +97,7 @@ def test_a_file_cut_at_any_byte_or_longer_is_refused(tmp_path, name):
     for end in range(40, len(data), 9):
         with pytest.raises(FormatError, match=r"old\.pt: "):
             TorchFile(write(tmp_path, data[:end]))
-    with pytest.raises(
-        CorruptData, match=r"old\.pt: storage '\d+' runs past the end of the file: it is truncated"
-    ):
+    with pytest.raises(CorruptData, match=r"old\.pt: storage '\d+' runs past the end .* truncated"):
         TorchFile(write(tmp_path, data[:-1]))
     with pytest.raises(CorruptData, match=r"old\.pt: 1 bytes follow the last storage"):
         TorchFile(write(tmp_path, data + b"x"))
@@ -151,9 +146,7 @@ def test_numbers_of_elements_are_believed_only_if_the_file_has_them(tmp_path):
     data = legacy(tensor())
     at = len(data) - 24 * 4 - 8
     for said in (0, 23, 25, 1 << 62, (1 << 64) - 1):
-        with pytest.raises(
-            CorruptData, match="storage '7' should be 24 elements, but the file says"
-        ):
+        with pytest.raises(CorruptData, match="storage '7' should be 24 elements, but the file"):
             TorchFile(write(tmp_path, data[:at] + said.to_bytes(8, "little") + data[at + 8 :]))
 
 
@@ -161,9 +154,8 @@ def test_a_pickle_cannot_take_more_memory_than_pickles_may(tmp_path, monkeypatch
     """A file of gigabytes may hold a text as long as itself; it is refused before it is copied."""
     monkeypatch.setattr(torch_legacy, "MAX_PICKLE_BYTES", 1 << 16)
     head = legacy({})[: -len(pickle.dumps({}, 2) + pickle.dumps([], 2))]
-    path = write(
-        tmp_path, head + b"\x80\x04\x8e" + (1 << 24).to_bytes(8, "little") + bytes(1 << 24) + b"."
-    )
+    text = b"\x80\x04\x8e" + (1 << 24).to_bytes(8, "little") + bytes(1 << 24) + b"."
+    path = write(tmp_path, head + text)
     tracemalloc.start()
     try:
         with pytest.raises(FormatError, match="ends inside"):

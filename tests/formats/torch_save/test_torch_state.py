@@ -31,39 +31,31 @@ def test_what_a_trainer_saved_beside_the_model_is_kept():
     assert "optimizer has 9 + 3" in remedy
     kept = checkpoint.extras["trainer.pt"]
     assert kept["epoch"] == 4
-    assert [group["params"] for group in kept["optimizer"]["param_groups"]] == [
-        [*range(9)],
-        [9, 10, 11],
-    ]
+    groups = [group["params"] for group in kept["optimizer"]["param_groups"]]
+    assert groups == [[*range(9)], [9, 10, 11]]
     weights = ucp.open(DATA / "torchsave" / "trainer.pt", weights_only=True)
     assert not [leaf.label for leaf in weights.leaves if "optimizer" in leaf.label]
     kept = ucp.open(DATA / "torchsave_exotic" / "tensor_with_attr.pt").extras["tensor_with_attr.pt"]
     assert [*kept] == ["attributes of t"]
 
 
-NAMES = st.lists(
-    st.sampled_from(["a", "b.weight", "b.bias", "c.0.weight", "0"]), min_size=1, unique=True
-)
+NAME = st.sampled_from(["a", "b.weight", "b.bias", "c.0.weight", "0"])
+NAMES = st.lists(NAME, min_size=1, unique=True)
 
 
 @given(NAMES, st.data())
-def test_states_by_number_go_to_their_parameters_only_if_the_groups_have_names(
-    tmp_path_factory, names, data
-):
+def test_states_by_number_go_to_their_parameters_if_groups_name_them(tmp_path_factory, names, data):
     numbers = data.draw(st.permutations(range(len(names))))
     cut = data.draw(st.integers(0, len(names)))
     named = data.draw(st.booleans())
     groups = [{"lr": 0.1, "params": numbers[:cut]}, {"lr": 0.2, "params": numbers[cut:]}]
     if named:
         groups[0]["param_names"], groups[1]["param_names"] = names[:cut], names[cut:]
-    model = {
-        name: np.full(i + 1, i, np.float32)
-        for i, name in enumerate(data.draw(st.permutations(names)))
-    }
-    state = {
-        n: {"exp_avg": model[name] + 1, "row": [model[name] + 2]}
-        for n, name in zip(numbers, names, strict=True)
-    }
+    order = data.draw(st.permutations(names))
+    model = {name: np.full(i + 1, i, np.float32) for i, name in enumerate(order)}
+    state = {}
+    for number, name in zip(numbers, names, strict=True):
+        state[number] = {"exp_avg": model[name] + 1, "row": [model[name] + 2]}
     path = tmp_path_factory.mktemp("t") / "run.pt"
     save({"model": model, "optim": {"state": state, "param_groups": groups}}, path)
     checkpoint = ucp.open(path)
@@ -90,13 +82,11 @@ def test_names_that_do_not_fit_the_numbers_of_their_group_are_not_used(tmp_path)
         [{"params": [0, 0, 1], "param_names": ["a", "b", "c"]}],
         [{"params": [0, 1], "param_names": ["a", "b"]}, {"params": [2]}],
     ):
-        save(
-            {"model": model, "optim": {"state": state, "param_groups": groups}}, tmp_path / "run.pt"
-        )
-        labels = {leaf.label for leaf in ucp.open(tmp_path / "run.pt").leaves}
-        assert {label for label in labels if "step" in label} == {
-            f"other/optim.state.{n}.step" for n in range(3)
-        }
+        optim = {"state": state, "param_groups": groups}
+        save({"model": model, "optim": optim}, tmp_path / "run.pt")
+        labels = set(ucp.open(tmp_path / "run.pt"))
+        kept = {label for label in labels if "step" in label}
+        assert kept == {f"other/optim.state.{n}.step" for n in range(3)}
 
 
 @pytest.fixture
@@ -124,12 +114,9 @@ def test_the_files_of_an_index_are_one_checkpoint(folder, tmp_path):
     assert checkpoint.extras["pytorch_model.bin.index.json"]["total_size"] == 48
     assert checkpoint.notes == ["not read: training_args.bin: the state of the trainer"]
     alone = ucp.open(folder / "pytorch_model.bin.index.json")
-    assert {leaf.label for leaf in alone.leaves} == set(want)
+    assert set(alone) == set(want)
     save({"w": np.zeros(2, np.float32)}, folder / "pytorch_model.bin")
-    two = (
-        r"two saves of one model, pytorch_model\.bin and {}, and they differ: param/.* is in only"
-        r" one of them"
-    )
+    two = r"two saves of one model, pytorch_model\.bin and {}, and they differ: .* is in only one"
     with pytest.raises(FormatError, match=two.format(r"pytorch_model\.bin\.index\.json")):
         ucp.open(folder)
     (folder / "pytorch_model.bin.index.json").unlink()
@@ -138,9 +125,8 @@ def test_the_files_of_an_index_are_one_checkpoint(folder, tmp_path):
     (folder / "pytorch_model-00002-of-00002.bin").unlink()
     found = ucp.open(folder)
     assert [leaf.label for leaf in found.leaves] == ["param/w"]
-    assert found.notes[0].startswith(
-        "not read: pytorch_model-00001-of-00002.bin: belongs to a save of which 1 files are"
-    )
+    rest = "not read: pytorch_model-00001-of-00002.bin: belongs to a save of which 1 files are"
+    assert found.notes[0].startswith(rest)
 
 
 def test_a_file_missing_or_of_another_checkpoint_is_named(folder):
@@ -150,9 +136,7 @@ def test_a_file_missing_or_of_another_checkpoint_is_named(folder):
     with pytest.raises(FormatError, match=r"layer\.2\.weight.* would be two tensors"):
         ucp.open(folder)
     save({"layer.3.weight": np.zeros(2, np.float32)}, first)
-    with pytest.raises(
-        FormatError, match=rf"layer\.1\.weight of {first.name} is in the index, but not in the file"
-    ):
+    with pytest.raises(FormatError, match=rf"weight of {first.name} is in the index, but not"):
         ucp.open(folder)
     first.unlink()
     with pytest.raises(FormatError, match=f"of which 1 are not beside it: '{first.name}'"):
@@ -196,9 +180,7 @@ def test_content_decides_and_not_the_name(tmp_path):
 ])  # fmt: skip
 def test_what_one_rank_wrote_of_a_checkpoint_is_none(tmp_path, name, tree):
     save({"w": np.zeros(2, np.float32), **tree}, tmp_path / name)
-    with pytest.raises(
-        FormatError, match=rf"{name} is what one rank wrote of a checkpoint: open /"
-    ):
+    with pytest.raises(FormatError, match=rf"{name} is what one rank wrote of a checkpoint: open"):
         ucp.open(tmp_path / name)
 
 
@@ -220,16 +202,12 @@ def test_an_object_made_of_data_is_left_out_and_noted(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "MAX_EXTRA_BYTES", 399)
     checkpoint = ucp.open(tmp_path / "x.pt")
     assert [*checkpoint.extras["x.pt"]] == ["small"]
-    assert checkpoint.notes == [
-        "run in x.pt was left out: an object with 400 bytes of tensors inside, which is data and no"
-        " setting"
-    ]
+    what = "an object with 400 bytes of tensors inside, which is data and no setting"
+    assert checkpoint.notes == [f"run in x.pt was left out: {what}"]
     assert_accounted_for(checkpoint)
 
 
-def test_a_tensor_that_many_extras_mention_is_written_as_often_as_extras_may_repeat(
-    tmp_path, monkeypatch
-):
+def test_a_tensor_that_many_extras_mention_is_written_as_often_as_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "MAX_EXTRA_BYTES", 1000)
     shared, other = np.zeros(100, np.float32), np.ones(50, np.float32)
     tree = {f"run{i}": Instance("argparse.Namespace", {"x": shared}) for i in range(9)}
@@ -237,10 +215,8 @@ def test_a_tensor_that_many_extras_mention_is_written_as_often_as_extras_may_rep
     save(tree, tmp_path / "x.pt")
     checkpoint = ucp.open(tmp_path / "x.pt")
     assert [*checkpoint.extras["x.pt"]] == ["run0", "run1", "run2", "own"]
-    assert checkpoint.notes[0] == (
-        "run3 in x.pt was left out: extras up to it repeat 1200 bytes of tensors, which are stored"
-        " once"
-    )
+    what = "extras up to it repeat 1200 bytes of tensors, which are stored once"
+    assert checkpoint.notes[0] == f"run3 in x.pt was left out: {what}"
     assert_accounted_for(checkpoint)
 
 
