@@ -142,7 +142,10 @@ def added(name: str, entry: Entry = b"") -> Damage:
 
 def bit(pattern: str, at: int, mask: int = 1) -> Damage:
     """A bit is flipped, whatever is there."""
-    flipped = lambda data: data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]  # noqa: E731
+
+    def flipped(data):
+        return data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
+
     return each(f"bit at {at}", pattern, flipped)
 
 

@@ -145,7 +145,10 @@ def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
 def boxes_of_hosts(mesh: Mesh, shape: Sequence[int], spec: Any, hosts: int) -> list[set[Box]]:
     """The distinct boxes that each of so many hosts needs of an array."""
     indices = NamedSharding(mesh, PartitionSpec(*spec)).devices_indices_map(tuple(shape))
-    boxes = lambda devices: {index_box(indices[d] or (), tuple(shape)) for d in devices}  # noqa: E731
+
+    def boxes(devices):
+        return {index_box(indices[d] or (), tuple(shape)) for d in devices}
+
     return [boxes(devices) for devices in np.split(mesh.devices.ravel(), hosts)]
 
 

@@ -17,7 +17,10 @@ STEEP = 100.0
 
 def tokens(vocab: int) -> list[list[list[int]]]:
     """A few batches of rows of tokens, of no meaning."""
-    row = lambda n, j: [(7 * i * i + 5 * j + 11 * n) % vocab for i in range(LENGTH)]  # noqa: E731
+
+    def row(n, j):
+        return [(7 * i * i + 5 * j + 11 * n) % vocab for i in range(LENGTH)]
+
     return [[row(n, j) for j in range(ROWS)] for n in range(BATCHES)]
 
 

@@ -13,7 +13,10 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 def arrays_of(gated: bool, moe: bool, tied: bool, hidden: int) -> dict[str, dict[str, np.ndarray]]:
     """Parameters and moments by state, then by name in module order, with global numbers."""
     rng, shapes = np.random.default_rng(0), shapes_of(gated, moe, tied, hidden)
-    noise = lambda shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+
+    def noise(shape):
+        return rng.normal(size=shape).astype(np.float32)
+
     return {state: {name: noise(shape) for name, shape in shapes.items()} for state in STATES}
 
 

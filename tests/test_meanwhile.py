@@ -382,7 +382,10 @@ def test_a_ledger_that_is_a_link_is_not_written_through(half, tmp_path):
 
 def test_leaves_whose_names_a_file_system_takes_for_one_are_both_there(tmp_path, monkeypatch):
     below = LocalFiles._below
-    folded = lambda self, name: below(self, unicodedata.normalize("NFC", name).lower())  # noqa: E731
+
+    def folded(self, name):
+        return below(self, unicodedata.normalize("NFC", name).lower())
+
     monkeypatch.setattr(LocalFiles, "_below", folded)
     want = {"W": np.ones(4), "w": np.zeros(4), "plain": np.ones(2)}
     want |= {"\xe9": np.full(4, 2.0), "e\u0301": np.full(4, 3.0)}

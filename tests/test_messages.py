@@ -200,7 +200,10 @@ def renamed_in(folder: Path, pattern: str, old: str, new: str) -> None:
     """A text of the pickles of files is another."""
     texts = [b"X" + len(text).to_bytes(4, "little") + text.encode() for text in (old, new)]
     for path in folder.glob(pattern):
-        other = lambda name, data: data.replace(*texts) if name.endswith("data.pkl") else data  # noqa: E731
+
+        def other(name, data):
+            return data.replace(*texts) if name.endswith("data.pkl") else data
+
         rewrite(path, other)
 
 

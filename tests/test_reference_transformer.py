@@ -146,7 +146,10 @@ def test_the_schedule_that_the_checkpoint_says_is_that_of_the_live_run(case):
 
 def changed(tree, end, change):
     """The tree with one thing done to each leaf whose name ends so."""
-    ends = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").endswith(end)  # noqa: E731
+
+    def ends(path):
+        return jax.tree_util.keystr(path, simple=True, separator="/").endswith(end)
+
     return jax.tree.map_with_path(lambda path, x: change(x) if ends(path) else x, tree)
 
 

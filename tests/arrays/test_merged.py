@@ -104,7 +104,10 @@ def view_of(merged: MergedWeight) -> Evaluated:
 
 def boxes(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
     edges = [st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in shape]
-    box = lambda pairs: Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))  # noqa: E731
+
+    def box(pairs):
+        return Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+
     return st.tuples(*edges).map(box)
 
 

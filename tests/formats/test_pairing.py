@@ -82,7 +82,10 @@ def test_a_filling_in_any_order_is_found_just_where_there_is_one(data):
     every: list[dict[str, tuple[int, int]]] = []
     for order in orders:
         every += [found for found in divisions(dict(order), lengths, fits) if found not in every]
-    candidates = lambda buffer, offset: [name for name in sizes if fits(name, buffer, offset)]  # noqa: E731
+
+    def candidates(buffer, offset):
+        return [name for name in sizes if fits(name, buffer, offset)]
+
     found = or_undecided(only_filling, sizes, lengths, candidates)
     assert found == every[0] if len(every) == 1 else ("several" if every else "in no way") in found
     if not every:

@@ -112,7 +112,10 @@ def runs(draw, kinds=("adam", "sgd", "adafactor", "unknown"), buffers: bool = Tr
 def assert_true(checkpoint: ucp.Checkpoint, truth: dict[str, np.ndarray], whole=False) -> None:
     """Everything but `other` is the truth; with `whole`, everything of the truth is there."""
     found = {leaf.label: checkpoint.read(leaf.label) for leaf in checkpoint.leaves}
-    true = lambda x: x in truth and equal(found[x], truth[x], x)  # noqa: E731
+
+    def true(x):
+        return x in truth and equal(found[x], truth[x], x)
+
     wrong = [label for label in found if not label.startswith("other/") and not true(label)]
     assert wrong == []
     if whole:

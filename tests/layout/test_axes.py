@@ -39,8 +39,13 @@ def test_one_name_may_be_in_several_parts_of_a_sum():
 
 
 KIND = st.sampled_from([Product, Sum])
-DEEPER = lambda inner: st.tuples(KIND, st.lists(inner, min_size=1, max_size=3))  # noqa: E731
-ATOMS = st.recursive(st.just(None), DEEPER, max_leaves=5)
+
+
+def deeper(inner):
+    return st.tuples(KIND, st.lists(inner, min_size=1, max_size=3))
+
+
+ATOMS = st.recursive(st.just(None), deeper, max_leaves=5)
 
 
 @st.composite

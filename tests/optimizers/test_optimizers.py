@@ -106,7 +106,10 @@ OPTIMIZERS: dict[str, tuple[Callable[[States, int], None], optax.GradientTransfo
 
 def trained(update: Callable[[States, int], None], steps: int) -> States:
     rng = np.random.default_rng(99)
-    zeros = lambda: {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}  # noqa: E731
+
+    def zeros():
+        return {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+
     states = {key: zeros() for key in KEYS[update]}
     states["param"] = {name: rng.standard_normal(s, np.float32) for name, s in SHAPES.items()}
     if "step" in states:

@@ -55,7 +55,10 @@ def test_an_optimizer_of_flax_is_seen_through(stock, pure, tmp_path):
     tx = WRAPPED["chain"](ADAMW)
     model = Model()
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    leaves = lambda m: jax.tree.leaves(nnx.state(m, nnx.Param))  # noqa: E731
+
+    def leaves(m):
+        return jax.tree.leaves(nnx.state(m, nnx.Param))
+
     loss = nnx.value_and_grad(lambda m: sum(jnp.sum(jnp.sin(x)) for x in leaves(m)))
     for _ in range(3):
         optimizer.update(model, loss(model)[1])
@@ -95,7 +98,10 @@ def test_the_way_back_undoes_the_way_there(wraps, core, data):
 
 def test_a_run_in_float64_needs_no_jax_in_float64():
     tx, source = WRAPPED["chain"](ADAMW), trained("adam")
-    wide = lambda x: np.asarray(x, np.float64 if x.dtype == np.float32 else None)  # noqa: E731
+
+    def wide(x):
+        return np.asarray(x, np.float64 if x.dtype == np.float32 else None)
+
     tree = jax.tree.map(wide, tree_of(source, tx) | {"step": np.int32(5)})
     back = ucp.Checkpoint.of(tree).torch_states(tx)
     assert back.read("exp_avg/embed").dtype == np.float64

@@ -230,7 +230,10 @@ def test_no_more_than_the_budget_is_in_memory(format, s3):
 @pytest.mark.parametrize("max_bytes", [1, 1 << 30])
 def test_a_file_has_no_more_parts_than_a_store_takes(nbytes, max_bytes, s3, monkeypatch):
     taken = []
-    noted = lambda files, name, parts, size, at_once: taken.append((size, at_once))  # noqa: E731
+
+    def noted(files, name, parts, size, at_once):
+        return taken.append((size, at_once))
+
     monkeypatch.setattr(Bucket, "_write", noted)
     file_path(s3.url).folder().write_large("a", [], nbytes, max_bytes)
     ((part_bytes, at_once),) = taken

@@ -55,7 +55,10 @@ def arrays(draw) -> np.ndarray:
     return np.asarray(values, getattr(ml_dtypes, name, name))
 
 
-inner = lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=300), x)  # noqa: E731
+def inner(x):
+    return st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=300), x)
+
+
 trees = st.recursive(numbers | arrays(), inner, max_leaves=12)
 
 
@@ -226,7 +229,10 @@ def test_a_train_state_comes_back_onto_a_mesh_from_what_flax_saved(tmp_path):
     mesh = jax.make_mesh((8,), ("x",))
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    like = lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)  # noqa: E731
+
+    def like(x, own):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
+
     target = jax.tree.map(lambda x: like(x, spec if x.shape == (8, 4) else whole), state)
     got = ucp.open(tmp_path).restore(target)
     assert jax.tree.structure(got) == jax.tree.structure(state)

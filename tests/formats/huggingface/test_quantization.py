@@ -119,7 +119,10 @@ def assert_refused_and_kept(path: Path, weight: str, parts: Mapping[str, np.ndar
             assert same_bits(tree["param"][name], array)
         assert again.source["dequantize"] is False
         assert faults_of(again) == []
-        mapped = lambda c=again: c.map("hf-llama-to-tunix")  # noqa: E731
+
+        def mapped(c=again):
+            return c.map("hf-llama-to-tunix")
+
         for door in (mapped, lambda c=again: c.export(out / "no", "safetensors")):
             with pytest.raises(QuantizedWeights, match="are parts of quantised weights, kept as"):
                 door()

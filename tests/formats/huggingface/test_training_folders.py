@@ -130,8 +130,11 @@ def test_training_that_the_trainer_began_goes_on_with_the_losses_that_torch_give
     tokens, want = measured["tokens"], measured["losses"]
     checkpoint = ucp.open(LLAMA, optimizer_groups="hf-decay")
     config, params = checkpoint.config, checkpoint.restore()["param"]
+
     # What decays is compared with the groups that the Trainer made.
-    mask = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
+    def mask(tree):
+        return jax.tree.map(lambda x: x.ndim > 1, tree)
+
     tx = optax.adamw(1e-2, weight_decay=0.1, mask=mask)
     state = checkpoint.plan_optimizer(tx, params).restore()
     losses = next_losses(params, state, tx, config, tokens)

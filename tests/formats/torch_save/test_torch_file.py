@@ -594,7 +594,10 @@ def test_equal_files_share_their_object_and_keep_their_own_bytes(tmp_path):
     again = TorchFile(paths["unknown.pt"], equal=equal)
     assert again.tree is not files["unknown.pt"].tree
     assert len(equal) == 2
-    cut = lambda name, data: data[:-4] if "/data/" in name else data  # noqa: E731
+
+    def cut(name, data):
+        return data[:-4] if "/data/" in name else data
+
     torch_writer.rewrite(paths["short.pt"], cut)
     with pytest.raises(CorruptData, match=r"short\.pt: storage '\w+' should be 4 elements"):
         TorchFile(paths["short.pt"], equal=equal)

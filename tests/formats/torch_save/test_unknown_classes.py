@@ -40,8 +40,13 @@ MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.binary()
-SEVERAL = lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)  # noqa: E731
-VALUES = st.recursive(SCALARS, SEVERAL)
+
+
+def several(inner):
+    return st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+
+
+VALUES = st.recursive(SCALARS, several)
 
 
 def text(value: str) -> bytes:
@@ -180,7 +185,10 @@ def test_weights_inside_an_object_are_refused_by_its_class(case, tmp_path):
     path = tmp_path / "run.pt"
     save(HIDDEN[case], path)
     itself = b"ctorch.nn\nSequential\n)\x81q\xc8}" + text("w") + b"h\xc8sb"
-    change = lambda name, data: data.replace(text("itself"), itself) if "pkl" in name else data  # noqa: E731
+
+    def change(name, data):
+        return data.replace(text("itself"), itself) if "pkl" in name else data
+
     rewrite(path, change)
     with pytest.raises(FormatError, match=r"run\.pt: .*torch\.nn\..*Sequential.*state_dict\(\)"):
         ucp.open(path)
