@@ -12,7 +12,8 @@ from typing import Any
 
 from jax_ucp.errors import UnsupportedPath
 
-# One slash or none is enough: pathlib makes `s3:/bucket/x` of `s3://bucket/x`, and `s3:` of `s3://`.
+# One slash or none is enough: pathlib turns `s3://bucket/x` into `s3:/bucket/x`, and `s3://` into
+# `s3:`.
 # A scheme has at least two characters.
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/{1,2}|$)")
 
