@@ -1,4 +1,6 @@
-"""The walk through `docs/mappings.md`: its files, its commands, the logits at its end."""
+"""The walk through `docs/adding-a-family.md`: its files, its commands, the logits at its end; and
+what `docs/mappings.md` says of conditions and lists.
+"""
 
 import json
 import re
@@ -16,7 +18,9 @@ from jax_ucp.mapping.rules import shipped
 from jax_ucp.shard_spec.expressions import condition
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "mappings.md").read_text()
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "adding-a-family.md").read_text()
+TABLES = (DOCS / "mappings.md").read_text()
 CASE = ROOT / "tests" / "data" / "torch" / "gpt_neox"
 (MODEL,) = re.findall(r"```python\n(import jax\n.*?)```", PAGE, re.DOTALL)
 DRAFT, WHOLE = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
@@ -57,18 +61,18 @@ def test_the_mapping_that_the_page_ends_with_gives_the_logits_of_the_original(fo
 
 
 def test_the_conditions_that_the_page_shows_are_conditions():
-    (shown,) = re.findall(r"```\n(requires:\n.*?)```", PAGE, re.DOTALL)
+    (shown,) = re.findall(r"```\n(requires:\n.*?)```", TABLES, re.DOTALL)
     mapping = ucp.Mapping.parse(shown + "leaves: [{param: a, leaf: b}]")
     assert [requirement.name for requirement in mapping.requires] == ["rope", "window"]
     checks = [one.that for one in mapping.requires]
     checks += ['hidden_act in ["silu", "swish"]', "not attention_bias"]
     for text in (*checks, "not first(tie_word_embeddings, false)"):
-        assert text in PAGE
+        assert text in TABLES
         condition(text)
 
 
 def test_the_page_names_every_mapping_of_the_package():
-    assert set(re.findall(r"`([\w.-]+-to-[\w-]+)`", PAGE)) == set(shipped())
+    assert set(re.findall(r"`([\w.-]+-to-[\w-]+)`", TABLES)) == set(shipped())
     assert "gpt-neox" not in json.dumps(shipped())
 
 

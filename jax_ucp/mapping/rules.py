@@ -213,7 +213,8 @@ class Skip:
 class Mapping:
     """Rules that turn the parameters of a checkpoint into a model's leaves, and back.
 
-    It is mostly made by `load`, `from_dict` or `parse`; `docs/mappings.md` describes the language.
+    It is mostly made by `load`, `from_dict` or `parse`; `docs/mapping-notation.md` describes the
+    language.
 
     Args:
         rules: which parameters form which leaves.
