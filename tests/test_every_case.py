@@ -72,7 +72,7 @@ MESHES = mesh_of(4, 2), mesh_of(3, 2), mesh_of(1)
 # What every rank says alike is in the inventory once.
 COMPARED = {"buckets_coalesced", "param_groups"}
 # Masters that are kept in two halves, of which `where` names one.
-HALVED = ("legacy_te_precision_aware_bf16", "pa", "pa_full")
+HALVED = ("legacy_te_precision_aware_bf16", "pa", "pa_full", "pa_buckets")
 
 
 def files_of(case: Case) -> list[Path]:

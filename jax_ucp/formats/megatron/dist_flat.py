@@ -11,7 +11,9 @@ without padding: what lies behind a bucket's padding is moved by it, and its end
 (`megatron/core/optimizer/distrib_optimizer.py` of core_v0.16.1; corrected by Megatron-LM pull
 request 5077). In both cases every element of a parameter is in another place, so that the sample
 that a restore compares of each stored chunk shows it, at its end at the latest: there a moved
-parameter has elements of the next one, or zeros.
+parameter has elements of the next one, or zeros. Of masters of which only the low bits are stored
+the zeros alone tell: where such a release would have left them, at the end of the word embedding,
+there are none if a later one wrote the checkpoint.
 
 Facts: `megatron/core/optimizer/distrib_optimizer.py` of Megatron-LM core_v0.16.1.
 """
@@ -29,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ucp.arrays.evaluate import read
 from jax_ucp.arrays.value import Array, cut, joined
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.codecs.unpickle import what_is
@@ -59,6 +62,7 @@ from jax_ucp.formats.megatron.model import (
 from jax_ucp.formats.megatron.numbered import stored_tensors
 from jax_ucp.formats.megatron.parameters import BF16, are_remainders
 from jax_ucp.formats.nested import as_dict
+from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.patterns import flat_layout
 
@@ -446,17 +450,31 @@ def _moved(files: DistFiles, tensors: TensorStates) -> dict[str, str]:
         several = args.degree("expert_model_parallel_size") > 1
         recorded, *_ = orders = module_orders(args)
         causes: dict[str, str] = {}
-        # nothing shows which release wrote the checkpoint, and so which order it used
+        ends: list[int] = []
+        # nothing names the release that wrote the checkpoint, and so which order it used
         for order in [order for order in orders if order.fused_norm == recorded.fused_norm]:
             plans = _plans(files, ranks, order, several, {})
             buffers = [buffer for plan in plans.values() for _, buffer in plan.values()]
-            causes |= {name: _moved_by(n) for buffer in buffers for name, n in buffer.moved}
-        return causes
+            moved = dict(itertools.chain.from_iterable(buffer.moved for buffer in buffers))
+            causes |= {name: _moved_by(n) for name, n in moved.items()}
+            ends.append(moved.get(EMBEDDING, 0))
+        fixed = min(ends) > 0 and _has_its_end(tensors.states[EMBEDDING], ranks.cuts[EMBEDDING])
+        return {} if fixed else causes
     # modules of an order not known here: any of them may have been moved, if there is padding
     except (FormatError, LayoutError):
         if args.fields and not (args.get("overlap_grad_reduce") or shared_embeddings(args)):
             return {}
         return dict.fromkeys(tensors.states, _moved_by("some"))
+
+
+def _has_its_end(states: Mapping[str, Array], cut: ParamLayout) -> bool:
+    """Whether a state of the word embedding, the last tensor of its buffer in every order, has
+    something else than zero where it ends on a rank.
+    """
+    lasts = [tuple(n - 1 for n in part.target_box.stop) for part in cut.parts]
+    ends = [Box(last, tuple(n + 1 for n in last)) for last in lasts]
+    arrays = [array for state, array in states.items() if state != "weight"]
+    return any(read(array, end).any() for array in arrays for end in ends)
 
 
 def _moved_by(elements: int | str) -> str:
