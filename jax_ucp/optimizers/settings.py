@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -20,13 +21,14 @@ import optax
 
 from jax_ucp.arrays.optimizer_groups import Group, settings_by_parameter
 from jax_ucp.layout.fragments import Shape
-from jax_ucp.optimizers.slots import few, param_leaves
+from jax_ucp.optimizers.slots import few, param_leaves, slots_of
 
 # The most updates that are tried: a schedule may begin at zero, and MultiSteps updates only after
 # several steps.
 TRIES = 1000
-# Settings of Adam's moments and of SGD's; a gradient that is too small to be clipped.
-_MOMENTS, _NOT_CLIPPED = ("betas", "momentum"), 1e-6
+# Settings of Adam's moments and of SGD's; a gradient that is too small to be clipped, and the least
+# one whose second moment float32 has.
+_MOMENTS, _NOT_CLIPPED, _LEAST = ("betas", "momentum"), 1e-6, 1e-16
 # The relative tolerance for rates and eps, which may be measured on weights of 16 bits.
 _TOLERANCE = 0.05
 
@@ -74,9 +76,12 @@ def setting_faults(
                     unlike["weight_decay", rate, f"about {decayed:.2g}"].append(name)
             if isinstance(eps := settings.get("eps"), float) and eps:  # CAME has two
                 # an update by g has the size g / (g + eps)
-                share = float(np.abs(updates.after(0.0, eps)[name]).max()) / by_one
-                if not _is_about(2 * share, 1.0):
-                    of_tx = eps / share - eps if share else np.inf
+                times = updates.times.get(name, 1.0)
+                size = max(eps / times, _LEAST)
+                given = times * size
+                share = float(np.abs(updates.after(0.0, size)[name]).max()) / by_one
+                if not _is_about(share, given / (given + eps)):
+                    of_tx = given / share - given if share else np.inf
                     unlike["eps", eps, f"about {of_tx:.2g}"].append(name)
     for other, names in others.items():
         yield (
@@ -163,12 +168,44 @@ class TrialUpdates:
 
     def __init__(self, tx: optax.GradientTransformation, params: Any):
         self._tx, self._update, self._params = tx, jax.jit(tx.update), params
-        self._known: dict[tuple[float, float], Updates] = {}
-        moves = (any(leaf.any() for leaf in update.values()) for update in self._all(1.0, 1.0))
+        _, self._slots = slots_of(tx, self._weights(1.0))
+        self._known: dict[tuple[float, float], tuple[Updates, Any]] = {}
+        updates = (update for update, _ in self._all(1.0, 1.0))
+        moves = (any(leaf.any() for leaf in update.values()) for update in updates)
         self.first = next((i for i, is_move in enumerate(moves) if is_move), None)
 
     def after(self, weight: float, gradient: float) -> Updates:
         """The update `first` of each parameter, if all weights and gradients have these values."""
+        return self._after(weight, gradient)[0]
+
+    @cached_property
+    def times(self) -> Mapping[str, float]:
+        """How many times its gradient Adam is given of each parameter, as where several are summed:
+        by its second moments, from which as many updates without gradients take a part.
+        """
+        state, nothing = self._after(0.0, _NOT_CLIPPED)[1], self._weights(0.0)
+        later, times = state, dict[str, float]()
+        for _ in range((self.first or 0) + 1):
+            _, later = self._update(nothing, later, nothing)
+        before, after = self._squares(state), self._squares(later)
+        for name, (square, count) in before.items():
+            less, more = after[name]
+            if 0 < less < square and count < more:
+                kept = (less / square) ** (1 / (more - count))
+                times[name] = (square / (1 - kept**count)) ** 0.5 / _NOT_CLIPPED
+        return times
+
+    def _squares(self, state: Any) -> dict[str, tuple[float, float]]:
+        """The second moment of each parameter of Adam, and the number of its updates."""
+        slots = zip(self._slots, jax.tree.leaves(state), strict=True)
+        of_adam = [
+            (s, float(np.ravel(x)[0])) for s, x in slots if s.owner is optax.ScaleByAdamState
+        ]
+        counts = {name: number for slot, number in of_adam for name in slot.covers}
+        squares = {slot.param: number for slot, number in of_adam if slot.role == "exp_avg_sq"}
+        return {name: (square, counts[name]) for name, square in squares.items()}
+
+    def _after(self, weight: float, gradient: float) -> tuple[Updates, Any]:
         key = weight, gradient
         if key not in self._known:
             self._known[key] = next(itertools.islice(self._all(*key), self.first, None))
@@ -187,21 +224,19 @@ class TrialUpdates:
                 decays[name] = "none"
         return decays
 
-    def _all(self, weight: float, gradient: float) -> Iterator[Updates]:
-        """Consecutive updates, by the parameter's name."""
-        weights = jax.tree.map(lambda p: jnp.full(small(p.shape), weight, _wide(p)), self._params)
+    def _weights(self, value: float) -> Any:
+        return jax.tree.map(lambda p: jnp.full(small(p.shape), value, jnp.float32), self._params)
+
+    def _all(self, weight: float, gradient: float) -> Iterator[tuple[Updates, Any]]:
+        """Consecutive updates, by the parameter's name, and the state after each."""
+        weights = self._weights(weight)
         gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), weights)
         state, names = self._tx.init(weights), param_leaves(weights)
         for _ in range(TRIES):
             deltas, state = self._update(gradients, state, weights)
-            yield dict(zip(names, map(np.asarray, jax.tree.leaves(deltas)), strict=True))
+            yield dict(zip(names, map(np.asarray, jax.tree.leaves(deltas)), strict=True)), state
 
 
 def small(shape: Shape) -> list[int]:
     """The shape of a small array, with elements, that stands for one of this shape."""
     return [min(max(size, 1), 2) for size in shape]
-
-
-def _wide(param: Any) -> Any:
-    """The dtype of a parameter, but float32 for float16, in which small updates vanish."""
-    return jnp.float32 if param.dtype == jnp.float16 else param.dtype

@@ -171,11 +171,13 @@ def adamw(rate=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, **more):
     return optax.adamw(rate, b1, b2, eps, weight_decay=weight_decay, mask=WEIGHTS, **more)
 
 
-# Wrappers hand eps on as it is: it is tried with the dtypes that round it.
+# Wrappers hand eps on as it is: it is tried with the dtypes that round it, and sums of gradients.
 SAME = [
     adamw,
     lambda **same: adamw(mu_dtype=jnp.bfloat16, **same),
     lambda **same: adamw(mu_dtype=jnp.float16, **same),
+    lambda **same: optax.MultiSteps(adamw(**same), 3, use_grad_mean=False),
+    lambda **same: optax.MultiSteps(adamw(optax.linear_schedule(0.0, 1e-3, 10), **same), 5, use_grad_mean=False),
     lambda **same: optax.chain(optax.clip_by_global_norm(1.0), adamw(**same)),
     lambda **same: optax.MultiSteps(adamw(**same), 3),
     lambda **same: adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), **same),
@@ -186,7 +188,7 @@ SAME = [
 @pytest.mark.parametrize(
     ("make", "eps"),
     [
-        *((make, eps) for make in SAME[:3] for eps in (1e-5, 1e-15)),
+        *((make, eps) for make in SAME[:5] for eps in (1e-5, 1e-15, 1e-20)),
         *((make, 1e-8) for make in SAME),
     ],
 )
@@ -209,6 +211,8 @@ def test_a_parameter_without_elements_is_compared_as_any_other():
     (optax.partition({"w": adamw(1e-3), "b": adamw(1e-4)}, {"w": "w", "b": "b"}),
      ["b: the checkpoint's optimizer has lr=0.01, as for w, and tx about 0.1 times the rate of w"]),
     (adamw(eps=1e-6), ["w and 1 more: the checkpoint's optimizer has eps=1e-08, tx about 1e-06"]),
+    (optax.MultiSteps(adamw(eps=1e-6), 4, use_grad_mean=False),
+     ["w and 1 more: the checkpoint's optimizer has eps=1e-08, tx about 1e-06"]),
     (optax.chain(optax.add_decayed_weights(0.1, WEIGHTS), optax.adam(1e-3, b2=0.95)), ["w: the checkpoint's optimizer decays it in"]),
 ])  # fmt: skip
 def test_one_with_others_is_refused(tx, found):
@@ -216,6 +220,11 @@ def test_one_with_others_is_refused(tx, found):
     assert len(told) == len(found)
     for fault, words in zip(told, found, strict=True):
         assert fault.startswith(words)
+
+
+def test_an_eps_below_all_second_moments_is_told_from_others():
+    [told] = faults(adamw(), trained_with(1e-20))
+    assert told.startswith("w and 1 more: the checkpoint's optimizer has eps=1e-20, tx about 1e-08")
 
 
 def test_one_rate_for_what_was_trained_with_two_is_refused():
