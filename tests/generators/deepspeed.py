@@ -534,13 +534,14 @@ def dequantised(state: dict) -> dict:
             import torch
 
             codes, qmap = state[f"state{number}"], state[f"qmap{number}"]
-            rows = codes.reshape(-1, codes.shape[-1]) if codes.ndim > 1 else codes[None]
-            scales = state[f"absmax{number}"].reshape(rows.shape[0], -1)
+            scales = state[f"absmax{number}"]  # of blocks of all, or of AdEMAMix' two moments each
+            scales = scales.reshape(-1, scales.shape[-1])
+            rows = codes.reshape(len(scales), -1)
             parts = [
                 torch.cat([qmap[c.long()] * s for c, s in zip(row.split(256), scale, strict=True)])
                 for row, scale in zip(rows, scales, strict=True)
             ]
-            result[f"dequantized{number}"] = torch.stack(parts) if codes.ndim > 1 else parts[0]
+            result[f"dequantized{number}"] = torch.stack(parts).reshape(codes.shape)
     return result
 
 

@@ -207,8 +207,6 @@ CASES = [
     Case("small_dist_muon", "--optimizer dist_muon", 2, layers=1, hidden=8, ffn=8),
     Case("muon_buckets", f"{DIST} --optimizer muon --overlap-grad-reduce --ddp-bucket-size 3000"
          f" {parallel(2)}", 4),
-    Case("muon_moe_ep2", f"{DIST} --optimizer muon --no-use-layer-wise-param-layout {MOE} {SHARED}"
-         f" --moe-grouped-gemm {parallel(ep=2)}", 4),
     Case("muon_lion_pp2", f"{DIST} {FULLY} --optimizer muon --muon-scalar-optimizer lion"
          f" {parallel(pp=2)}", 4),
     Case("dist_muon_lion", "--optimizer dist_muon --muon-scalar-optimizer lion", 2),

@@ -281,7 +281,8 @@ def _account_for_files(builder: ContentsBuilder, files: DistFiles) -> None:
             reason = f"{tables[path.name]}; the tree's names and shapes come from it"
             builder.skip(path.name, "metadata", reason)
             continue
-        builder.skip(path.name, f"{path.size()} bytes", nothing)
+        what = "folder" if path.is_dir() else f"{path.size()} bytes"  # such as `tokenizer/`
+        builder.skip(path.name, what, nothing)
         if path.suffix == ".distcp":
             builder.notes.append(f"{path.name} belongs to no tensor: it is left from another save")
 

@@ -41,6 +41,18 @@ def test_a_folder_of_nemo_and_the_only_one_in_a_folder_of_them_open(tmp_path):
         assert Case("megatron_core/mla").wrong(opened("mla", path)) == []
 
 
+def test_the_tokenizer_that_megatron_saves_beside_the_tensors_is_accounted_for(tmp_path):
+    """As main of 22 August 2026 does, empty where there are no files of one."""
+    case = Case("megatron_core/pa_buckets")
+    folder = case.copied(tmp_path / "c") / "iter_0000003" / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    checkpoint = case.open(tmp_path / "c")
+    [item] = [item for item in checkpoint.inventory if item.where == "tokenizer"]
+    assert (item.what, item.status) == ("folder", "skipped")
+    assert case.wrong(checkpoint) == []
+
+
 def test_halves_of_masters_whose_order_is_not_proved_are_refused(monkeypatch):
     """As where both orders of modules have the sizes that are stored."""
     fits = ([SimpleNamespace(buffer=order)] for order in itertools.count())
