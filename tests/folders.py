@@ -28,7 +28,7 @@ import numpy as np
 
 from cases import OF_TESTS
 from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
-from jax_ucp.codecs.unpickle import walk
+from jax_ucp.codecs.unpickle import label, walk
 from jax_ucp.files.path import file_path
 from jax_ucp.files.ranges import MemoryRange
 from jax_ucp.formats.dcp.metadata import read_metadata
@@ -146,13 +146,13 @@ def _in_archive(folder: Mapping[str, bytes], archive: Archive) -> Iterator[Store
     places = {name: at for name, at in _members(data).items() if "/data/" in name}
     members = {PurePosixPath(name).name: at for name, at in places.items()}
     seen: set[str] = set()
-    for labels, node in walk(TorchFile(archive.file, data=data, lenient=True).tree):
+    for keys, node in walk(TorchFile(archive.file, data=data, lenient=True).tree):
         if isinstance(node, StoredTensor) and node.storage in members and node.storage not in seen:
             seen.add(node.storage)
             start, stop = members[node.storage]
-            label = "/".join([archive.name, *labels]).strip("/")
+            name = "/".join([archive.name, *map(label, keys)]).strip("/")
             place = archive.start + start, archive.start + stop
-            yield Stored(archive.file, label, node.dtype, *place)
+            yield Stored(archive.file, name, node.dtype, *place)
 
 
 def _members(data: bytes) -> dict[str, tuple[int, int]]:
@@ -302,13 +302,13 @@ def _with_numbers(data: bytes, archive: Archive, change: Change) -> bytes:
     places = [at for name, at in _members(data).items() if name.endswith("/data.pkl")]
     tree = TorchFile(archive.file, data=data, lenient=True).tree
     wanted: dict[tuple[str, int | float], int | float] = {}
-    for labels, value in walk(tree):
-        path = (*archive.name.split("."), *labels) if archive.name else labels
+    for keys, value in walk(tree):
+        path = (*archive.name.split("."), *keys) if archive.name else keys
         key = path[-1] if path else ""
         if type(value) is int and key in _COUNTERS:
-            wanted[key if labels else "", value] = value + change.steps
+            wanted[key if keys else "", value] = value + change.steps
         elif type(value) is float and key == "lr" and "param_groups" in path:
-            wanted[key if labels else "", value] = value * change.rate
+            wanted[key if keys else "", value] = value * change.rate
     for start, stop in places:
         data = data[:start] + with_other_numbers(data[start:stop], wanted) + data[stop:]
     return data

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_ucp.codecs.tensor_names import DTensor, RefusedTensor, Storage, StoredTensor, unreadable
-from jax_ucp.codecs.unpickle import Opaque, Record, Unknown, walk
+from jax_ucp.codecs.unpickle import Opaque, Record, Unknown, each_node
 from jax_ucp.layout.box import Box
 from jax_ucp.text import is_encodable
 
@@ -23,7 +23,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, int]]:
-    for _, node in walk(value):
+    for node in each_node(value):
         if isinstance(node, StoredTensor):
             yield node.storage, math.prod(node.shape) * node.dtype.itemsize
 
@@ -37,11 +37,12 @@ class MentionedTensors:
 
     def refusal(self, file: str, value: Any) -> str:
         """Why a value is not an extra, by its tensors; "" if it is one: then they count."""
-        nbytes = tensor_bytes(value)
+        tensors = list(_tensors(value))
+        nbytes = sum(nbytes for _, nbytes in tensors)
         if nbytes > MAX_EXTRA_BYTES:
             return f"an object with {nbytes} bytes of tensors inside, which is data and no setting"
         repeated, storages = self._repeated, set[tuple[str, str]]()
-        for storage, nbytes in _tensors(value):
+        for storage, nbytes in tensors:
             is_known = (file, storage) in self._storages or (file, storage) in storages
             repeated += nbytes if is_known else 0
             storages.add((file, storage))

@@ -42,7 +42,7 @@ from jax_ucp.codecs.tensor_names import (
     not_a_storage,
     unreadable,
 )
-from jax_ucp.codecs.unpickle import Opaque, Record, Unknown, walk
+from jax_ucp.codecs.unpickle import Opaque, Record, Unknown
 from jax_ucp.codecs.zip_members import Member, member_bytes, zip_members, zip_names
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import FilePath, file_path
@@ -78,7 +78,7 @@ def has_dtensors(path: FilePath) -> bool:
     """Whether a file of torch.save has DTensors, parts of tensors of which others have the rest."""
     with contextlib.suppress(FormatError):
         tree = TorchFile(path, lenient=True).tree
-        return any(isinstance(node, DTensor) for _, node in walk(tree))
+        return any(isinstance(node, DTensor) for node in safe_pickle.each_node(tree))
     return False
 
 
@@ -299,21 +299,21 @@ class TreeContents:
         self.refused: dict[str, str] = {}
         keyed: set[StoredTensor] = set()
         repeats: Counter[str] = Counter()
-        for labels, node in safe_pickle.walk(tree):
+        for keys, node in safe_pickle.walk(tree):
             if isinstance(node, StoredTensor):
                 if node not in keyed:
-                    path = key = _path(labels)
+                    path = key = _path(keys)
                     while key in self.tensors:
                         repeats[path] += 1
                         key = f"{path}#{repeats[path] + 1}"
                     object.__setattr__(node, "key", key)
                     keyed.add(node)
                     self.tensors[key] = node
-            elif (reason := unreadable(node)) and _path(labels[:-1]) not in self.refused:
-                self.refused[_path(labels)] = reason
+            elif (reason := unreadable(node)) and _path(keys[:-1]) not in self.refused:
+                self.refused[_path(keys)] = reason
             if isinstance(node, Opaque):
                 self.unknown.add(node.type)
-                node.where = node.where or f"{file}: {_path(labels) or 'what it holds'}"
+                node.where = node.where or f"{file}: {_path(keys) or 'what it holds'}"
             elif isinstance(node, Unknown):
                 self.unknown.add(node.name)
 
@@ -322,6 +322,6 @@ class TreeContents:
         }
 
 
-def _path(labels: tuple[str, ...]) -> str:
-    path = "/".join(labels)
+def _path(keys: tuple[object, ...]) -> str:
+    path = "/".join(map(safe_pickle.label, keys))
     return path if len(path) <= MAX_PATH else "..." + path[3 - MAX_PATH :]

@@ -252,11 +252,24 @@ def load_first(
     return machine.stack[0], end
 
 
-def walk(tree: object, labels: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Every node of a tree with its labels, parents first, shared nodes every time."""
-    yield labels, tree
-    for key, child in children(tree):
-        yield from walk(child, (*labels, _label(key)))
+def each_node(tree: object) -> Iterator[object]:
+    """Every node of a tree, parents first, shared nodes every time."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        yield node
+        if isinstance(node, _CONTAINERS):
+            pending += [child for _, child in children(node)][::-1]
+
+
+def walk(tree: object) -> Iterator[tuple[tuple[object, ...], object]]:
+    """Every node of a tree, as in `each_node`, after the keys that lead to it."""
+    pending: list[tuple[tuple[object, ...], object]] = [((), tree)]
+    while pending:
+        keys, node = pending.pop()
+        yield keys, node
+        if isinstance(node, _CONTAINERS):
+            pending += [((*keys, key), child) for key, child in children(node)][::-1]
 
 
 def children(node: object) -> Iterable[tuple[object, object]]:
@@ -268,9 +281,10 @@ def children(node: object) -> Iterable[tuple[object, object]]:
     return node.children() if isinstance(node, ObjectNode) else ()
 
 
-def _label(key: object) -> str:
+def label(key: object) -> str:
+    """A key as text, which is cut if it is long."""
     if isinstance(key, tuple):
-        text = f"({', '.join(map(_label, key))})"
+        text = f"({', '.join(map(label, key))})"
     else:
         text = str(key[: MAX_LABEL + 1] if isinstance(key, str | bytes) else key)
     return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."

@@ -35,7 +35,7 @@ from jax_ucp.arrays.value import (
 )
 from jax_ucp.codecs.json_values import MentionedTensors, as_json
 from jax_ucp.codecs.tensor_names import StoredTensor
-from jax_ucp.codecs.unpickle import walk
+from jax_ucp.codecs.unpickle import each_node
 from jax_ucp.errors import FormatError, UnsafePickle, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.layout.box import Box
@@ -231,7 +231,7 @@ class ContentsBuilder:
         place = f"{file}:{above}{name}"
         if refusal := self._mentioned.refusal(file if source is None else place, value):
             self.skip(place, type(value).__name__, refusal)
-            tensors = [node for _, node in walk(value) if isinstance(node, StoredTensor)]
+            tensors = [node for node in each_node(value) if isinstance(node, StoredTensor)]
             for key in (f"{file}:{tensor.key}" for tensor in tensors):
                 if key in self.stored:
                     self._statuses.setdefault(key, ("skipped", refusal))

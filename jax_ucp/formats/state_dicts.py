@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jax_ucp.arrays.checks import checks_of
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor, unreadable
 from jax_ucp.codecs.torch_file import TorchFile, cannot_be_read, is_torch_file
-from jax_ucp.codecs.unpickle import Name, walk
+from jax_ucp.codecs.unpickle import Name, each_node
 from jax_ucp.errors import CorruptData, FormatError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
@@ -85,7 +85,7 @@ class Tree:
         unreadable_weights: dict[FilePath, dict[str, str]] = defaultdict(dict)
         for path, (file, node) in self.objects.items():
             label = _label(path)
-            reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
+            reason = next(filter(None, (unreadable(inner) for inner in each_node(node))), "")
             match bool(reason), place.is_aside(path):
                 case True, True:
                     builder.skip(f"{file.path.name}:{label}", "tensor", reason)

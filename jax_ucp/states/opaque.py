@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from jax_ucp.codecs.tensor_names import StoredTensor
-from jax_ucp.codecs.unpickle import Opaque, children, walk
+from jax_ucp.codecs.unpickle import Opaque, children, each_node
 from jax_ucp.errors import FormatError
 from jax_ucp.states.optimizer_dicts import Steps, head, joined, prefixes
 from jax_ucp.states.state_paths import has_word
@@ -82,7 +82,7 @@ def require_known(node: object) -> None:
     if not isinstance(node, Opaque):
         for _, child in children(node):
             require_known(child)
-    elif node.closed or any(isinstance(inner, StoredTensor) for _, inner in walk(node)):
+    elif node.closed or any(isinstance(inner, StoredTensor) for inner in each_node(node)):
         raise FormatError(
             f"{node.where} is an object of {node.type}, which is not known here, and holds tensors"
             " that only its class can tell apart. Save its state_dict(), or its tensors in a dict,"

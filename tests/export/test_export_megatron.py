@@ -14,7 +14,7 @@ from cases import Case, arrays_of, assert_same
 from commands import run
 from helpers import faults_of, in_lanes
 from jax_ucp.codecs.torch_file import TorchFile
-from jax_ucp.codecs.unpickle import walk
+from jax_ucp.codecs.unpickle import each_node
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
@@ -48,7 +48,7 @@ def stored(folder):
 def common(folder):
     """What is in `common.pt`, tensors with their values."""
     file = TorchFile(file_path(str(folder / "common.pt")))
-    keys = [node.key for _, node in walk(file.tree) if hasattr(node, "storage")]
+    keys = [node.key for node in each_node(file.tree) if hasattr(node, "storage")]
     numbers = {key: file.read(key, Box((), ())).item() for key in keys}
     return dict(file.tree), numbers
 

@@ -20,7 +20,7 @@ from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor, unreadable
 from jax_ucp.codecs.torch_file import TorchFile
-from jax_ucp.codecs.unpickle import walk
+from jax_ucp.codecs.unpickle import each_node
 from jax_ucp.errors import FormatError, naming
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
@@ -158,7 +158,7 @@ class _Saved:
         self.ranks, self.files = ranks, files
         self.states = ranks.states
         for kind in ranks.names if not ranks.states else ():
-            nodes = (node for _, _, file in self.of(kind) for _, node in walk(file.tree))
+            nodes = (node for _, _, file in self.of(kind) for node in each_node(file.tree))
             if any(isinstance(node, DTensor) for node in nodes):
                 self.states = [*self.states, kind]
         if not self.states and ranks.world_size == 1:
@@ -178,7 +178,7 @@ def _parts(saved: _Saved, kind: str) -> _Parts:
     parts: dict[Steps, list[RankPart]] = defaultdict(list)
     for rank, name, file in saved.of(kind):
         for path, node in nested_leaves(file.tree, saved.ranks.steps_of(kind)):
-            reason = next(filter(None, (unreadable(inner) for _, inner in walk(node))), "")
+            reason = next(filter(None, (unreadable(inner) for inner in each_node(node))), "")
             if isinstance(node, StoredTensor | DTensor):
                 parts[path].append(RankPart(rank, name, node))
             elif reason:

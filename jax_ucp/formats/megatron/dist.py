@@ -27,7 +27,7 @@ from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.value import Array, stated
 from jax_ucp.codecs.tensor_names import StoredTensor
-from jax_ucp.codecs.unpickle import known, walk, what_is
+from jax_ucp.codecs.unpickle import each_node, known, what_is
 from jax_ucp.errors import FormatError, UnsafePickle, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
@@ -261,7 +261,7 @@ def _add_common(builder: ContentsBuilder, files: DistFiles, weights_only: bool) 
             builder.extra(common, name, value)
         elif weights_only:
             builder.skip(f"{common}:optimizer", "param_groups", LEFT)
-            for _, node in walk(value):
+            for node in each_node(value):
                 if isinstance(node, StoredTensor):
                     builder.skip(f"{common}:{node.key}", "", LEFT)
         else:

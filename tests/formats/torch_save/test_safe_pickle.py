@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from jax_ucp.codecs import unpickle as safe_pickle
 from jax_ucp.codecs.pickle_names import NAMES
-from jax_ucp.codecs.unpickle import MAX_DEPTH, Name, Opaque, Record, walk
+from jax_ucp.codecs.unpickle import MAX_DEPTH, Name, Opaque, Record, label, walk
 from jax_ucp.errors import FormatError, UnsafePickle
 
 
@@ -164,9 +164,11 @@ def test_a_class_that_is_only_mentioned_is_its_name():
     assert str(loaded) == "argparse.Namespace"
 
 
-def test_walk_labels_dict_keys_and_positions():
+def test_walk_leads_by_dict_keys_and_positions():
     tree = load(pickle.dumps({"a": [1, (2,)], (0, "b"): {3}}, 2))
-    found = [("/".join(labels), node) for labels, node in walk(tree) if isinstance(node, int)]
+    found = [
+        ("/".join(map(label, keys)), node) for keys, node in walk(tree) if isinstance(node, int)
+    ]
     assert found == [("a/0", 1), ("a/1/0", 2), ("(0, b)/0", 3)]
 
 
