@@ -429,7 +429,8 @@ def whole_state(engine, names) -> dict[str, object]:
             return as_numpy(part.reshape(p.shape)) if value.shape == master.shape else None
 
         result[f"param/{name}"] = of_parameter(master)
-        for state, value in dequantised(base.state.get(master, {})).items():
+        states = base.state.get(master, {})
+        for state, value in (states | dequantised(states)).items():
             if not hasattr(value, "shape") or value.shape == ():
                 result[f"{state}/{name}"] = np.asarray(float(value))
             elif of_parameter(value) is not None or at is None:
