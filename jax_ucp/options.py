@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any, Final, Literal
 
 from jax_ucp.arguments import local_path, switch, whole_number
 from jax_ucp.errors import SpecError
-from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec
 
 MODULE_ORDER: Final = "module-order"
@@ -147,8 +145,11 @@ class Options:
 
         Raises SpecError for a spec that cannot be read.
         """
-        spec = load(self.spec).content if self.spec else ()
-        return repr((spec, self.sizes)) if spec or self.sizes else ""
+        if not self.spec:
+            return repr(((), self.sizes)) if self.sizes else ""
+        from jax_ucp.shard_spec.notation import load  # brings in YAML
+
+        return repr((load(self.spec).content, self.sizes))
 
 
 def _model_name(model: object) -> str | None:
@@ -176,6 +177,8 @@ def require_used(sizes: Sizes, path: str, elsewhere: Collection[str] = ()) -> No
     takes = (
         f"the names it takes are {', '.join(known)}" if known else "it records all lengths itself"
     )
+    import difflib
+
     near = difflib.get_close_matches(strays[0], known, n=1)
     hint = f"; perhaps {near[0]} is meant" if near else ""
     raise SpecError(f"{path} has no use for {', '.join(strays)} in sizes: {takes}{hint}")

@@ -6,7 +6,6 @@ clipboard, and characters that reverse the direction of writing.
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Sequence
 
@@ -73,6 +72,7 @@ def html_table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], shown: int = 500
 ) -> str:
     """The HTML of a table's first `shown` rows, with its title above it, as notebooks show it."""
+    import html
 
     def cells(tag: str, values: Sequence[str]) -> str:
         return "".join(

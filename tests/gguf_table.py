@@ -13,7 +13,8 @@ import numpy as np
 import jax_ucp as ucp
 from cases import DATA, Case, names_of
 from gguf_writer import FIXED, fixed_blocks
-from jax_ucp.formats.quantized.ggml import SCHEME, TYPES
+from jax_ucp.formats.quantized.ggml import TYPES
+from jax_ucp.formats.quantized.names import GGML
 
 # What `tests/generators/ggml_blocks.py` found.
 BY_GGUF_PY = json.loads((DATA / "ggml_blocks.json").read_text())
@@ -36,7 +37,7 @@ def table() -> str:
         live = Case(f"gguf/{case}")
         checkpoint, want = live.open(), live.truth()
         for weight in ucp.open(live.path)._contents.quantized:
-            type, array = weight.scheme.removeprefix(SCHEME), checkpoint.read(weight.name)
+            type, array = weight.scheme.removeprefix(GGML), checkpoint.read(weight.name)
             cases[type].add(case)
             elements[type] += array.size
             same = array.view(np.uint32) == want[weight.name].view(np.uint32)

@@ -166,12 +166,37 @@ def test_help_imports_no_command():
     assert not {"jax", "orbax", "tensorstore", "numpy", "rich", "msgspec"} & loaded
 
 
-def test_a_conversion_imports_no_writer_no_page_and_no_bar():
-    """Starting is a part of what a command takes."""
-    loaded = loaded_after("import jax_ucp.cli.convert")
-    not_needed = {"jax", "rich.progress", "jax_ucp.formats.exporting", "jax_ucp.inspection.page"}
-    not_needed |= {"jax_ucp.formats.megatron.writer", "jax_ucp.formats.peft.merging"}
-    assert not not_needed & loaded
+CONVERTED = {
+    "deepspeed/z1_bf16_dp2": "deepspeed",
+    "megatron/dist_tp1_pp1_fp32/ckpt": "megatron",
+    "torch/dcp_zstd/ckpt": "dcp",
+    "torch/hf_llama/ckpt": "huggingface",
+}
+# What no conversion needs: other programs' libraries, and what other commands do.
+NOT_CONVERTED = {"jax", "tensorstore", "rich", "asyncio", "multiprocessing", "jax_ucp.export.files"}
+NOT_CONVERTED |= {f"jax_ucp.{room}" for room in ("mapping", "optimizers", "sharding", "handler")}
+NOT_CONVERTED |= {f"jax_ucp.inspection.{name}" for name in ("diff", "page", "parameters")}
+NOT_CONVERTED |= {"jax_ucp.formats.exporting", "jax_ucp.formats.quantized.schemes"}
+
+
+# Modules of a format's folder that others use: they tell by names what files are.
+TELLING = {"marks", "files", "beside", "names", "quantization", "conv1d"}
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+def test_a_conversion_imports_the_reader_of_its_format_alone(case, tmp_path):
+    """Starting is a part of what a command takes. Other formats are recognised by their marks."""
+    args = ["convert", str(DATA / case), str(tmp_path / "out")]
+    program = f"from jax_ucp.cli.main import main; main({args}, standalone_mode=False)"
+    loaded = loaded_after(program)
+    own = f"formats.{CONVERTED[case]}"
+    assert not NOT_CONVERTED & loaded
+    assert ("yaml" in loaded) == (own == "formats.megatron")  # whose rules are in a file
+    others = {*FOLDERS} - {own} - CONTAINED.get(own, set())
+    names = {name.removeprefix("jax_ucp.") for name in loaded}
+    of_others = {name for name in names - others if room_of(name) in others}
+    assert not {name for name in of_others if name.rpartition(".")[2] not in TELLING}
+    assert f"{own}.reader" in names or f"{own}.dist" in names or f"{own}.folder" in names
 
 
 def test_every_command_is_in_the_module_of_its_name():

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jax_ucp.arrays.checks import CHECK_BYTES, Check
 from jax_ucp.errors import FormatError
+from jax_ucp.files.crc import crc32
 from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo, Files, read_bytes
@@ -33,7 +33,7 @@ class _Crc32:
     _crc = 0
 
     def update(self, data: bytes) -> None:
-        self._crc = zlib.crc32(data, self._crc)
+        self._crc = crc32(data, self._crc)
 
     def hexdigest(self) -> str:
         return f"{self._crc:08x}"

@@ -5,13 +5,12 @@ This module uses `formats` and `sharding`, which do not import one another.
 
 from __future__ import annotations
 
-import difflib
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,31 +20,20 @@ from jax_ucp.arguments import whole_number
 from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.arrays.checks import Extent, verdicts
 from jax_ucp.arrays.contents import About, Contents, Item, Piece, require_values, require_weights
-from jax_ucp.arrays.digests import checksum_checks, digest_checks
 from jax_ucp.arrays.optimizer_groups import Group, settings_by_parameter
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.proved import ProvedReads
-from jax_ucp.checkpoint.views import Opened, mapped, of_run, with_model_config
+from jax_ucp.arrays.suspicions import suspicions
 from jax_ucp.errors import CorruptData, UnsupportedLeaf, UnsupportedPath
 from jax_ucp.files.listing import Asked, counting
 from jax_ucp.files.path import FilePath, file_path, target_path
 from jax_ucp.formats import saved_index
-from jax_ucp.formats.huggingface.given_config import require_tied
-from jax_ucp.formats.peft.config import with_config
 from jax_ucp.formats.registry import open_contents
-from jax_ucp.inspection.diff import Side, difference
-from jax_ucp.inspection.fold import fold
-from jax_ucp.inspection.moments import together
-from jax_ucp.inspection.parameters import LazyArray, Parameter, ParameterTable
-from jax_ucp.inspection.report import mesh_plan
-from jax_ucp.inspection.statistics import MAX_READ, statistics_of
+from jax_ucp.inspection.statistics import MAX_READ
 from jax_ucp.jobs.ledger import Share
 from jax_ucp.jobs.run import run, run_share
 from jax_ucp.jobs.work import verify
 from jax_ucp.layout.box import Box
-from jax_ucp.mapping import rules as mappings
-from jax_ucp.mapping.model_config import config_of, given_config
-from jax_ucp.mapping.states import rerooted, weights_of
 from jax_ucp.options import Options, require_used
 from jax_ucp.text import html_table, visible
 from jax_ucp.tree import Leaf, tree_of
@@ -57,8 +45,6 @@ from jax_ucp.universal.copy import (
     plan_copy,
     require_target,
 )
-from jax_ucp.universal.linking import LinkPlan, link, plan_link, with_checksums
-from jax_ucp.universal.step import write_step
 
 if TYPE_CHECKING:
     import optax
@@ -66,12 +52,30 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
     from jax_ucp.formats.exporting import ExportFormat, ExportPlan
+    from jax_ucp.inspection.diff import Side
     from jax_ucp.inspection.page import Page
+    from jax_ucp.inspection.parameters import LazyArray, ParameterTable
+    from jax_ucp.mapping import rules as mappings
     from jax_ucp.optimizers import OptimizerPlan
     from jax_ucp.sharding.fit import Rule
     from jax_ucp.sharding.reads import HostReads
     from jax_ucp.sharding.restore import RestorePlan
     from jax_ucp.sharding.trees import Missing
+    from jax_ucp.universal.linking import LinkPlan
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A path, the options that it was opened with, and the contents that were found."""
+
+    path: str
+    options: Options
+    contents: Contents
+
+    @cached_property
+    def suspicions(self) -> Sequence[str]:
+        """Notes that a sample of the arrays and files gives."""
+        return suspicions(self.contents)
 
 
 def open_with(
@@ -123,6 +127,8 @@ def _written(
     if step is None:
         write(target)
         return opened(path)
+    from jax_ucp.universal.step import write_step
+
     name = "default" if item is None else item
     return opened(str(write_step(target, step, name, write, custom_metadata or {})))
 
@@ -257,6 +263,8 @@ class Checkpoint:
 
         Where the tree is deeper, as after `map`, a name has slashes.
         """
+        from jax_ucp.inspection.parameters import Parameter, ParameterTable
+
         states_of: dict[str, dict[str, Leaf]] = {}
         for leaf in self.leaves:
             if leaf.state and leaf.has_array:
@@ -322,6 +330,8 @@ class Checkpoint:
             >>> weight.shape, weight[:2, :3].shape
             ((101, 16), (2, 3))
         """
+        from jax_ucp.inspection.parameters import LazyArray
+
         return LazyArray(self._leaf(label), self._read)
 
     def __contains__(self, label: object) -> bool:
@@ -337,6 +347,8 @@ class Checkpoint:
 
     def _side(self) -> Side:
         """Its data for a comparison with another checkpoint."""
+        from jax_ucp.inspection.diff import Side
+
         return Side(self.leaves, self._read, self.about, self.groups)
 
     def _leaf(self, label: str) -> Leaf:
@@ -348,6 +360,8 @@ class Checkpoint:
         if matches:
             paths = " and ".join(repr([key.name for key in leaf.path]) for leaf in matches)
             raise KeyError(f"{message}, at {paths}")
+        import difflib
+
         near = difflib.get_close_matches(str(label), self._leaf_of, n=3)
         hint = f"; perhaps {' or '.join(map(repr, near))} is meant" if near else ""
         raise KeyError(message + hint)
@@ -390,6 +404,8 @@ class Checkpoint:
     @property
     def config(self) -> dict[str, Any]:
         """The config of its model: Hugging Face's config.json, Megatron's arguments, or empty."""
+        from jax_ucp.mapping.model_config import config_of
+
         return config_of(self.extras)
 
     def merge(self, *adapters: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -462,6 +478,8 @@ class Checkpoint:
             FormatError: where `config` is no config.
             QuantizedWeights: where weights are stored as codes.
         """
+        from jax_ucp.checkpoint.views import mapped  # brings in YAML, as all that maps
+
         return self._made(mapped(self._contents, mapping, sizes, config, assume, params))
 
     def weights(self, params: str = "params") -> Checkpoint:
@@ -478,6 +496,8 @@ class Checkpoint:
         Raises:
             TreeMismatch: where no array is below that label, or two get the same name.
         """
+        from jax_ucp.mapping.states import weights_of
+
         return self._made(weights_of(self._contents, params))
 
     def _made(self, contents: Contents) -> Checkpoint:
@@ -823,6 +843,8 @@ class Checkpoint:
         """The checkpoint with its parameters at `root`, each in a node `value` if `variables`."""
         if root is None and not variables:
             return self
+        from jax_ucp.mapping.states import rerooted
+
         to = "param" if root is None else root
         return self._made(rerooted(self._contents, to, variables))
 
@@ -840,6 +862,8 @@ class Checkpoint:
             UnsupportedPath: where stock Orbax could not reach the files from `path`.
             QuantizedWeights: where weights are stored as codes.
         """
+        from jax_ucp.universal.linking import plan_link
+
         require_values(self._contents, self.leaves)
         return plan_link(self._contents, target_path(path), budget_bytes)
 
@@ -887,6 +911,8 @@ class Checkpoint:
         Examples:
             >>> ucp.open("tests/data/torch/hf_llama/ckpt").link("linked")  # doctest: +SKIP
         """
+        from jax_ucp.universal.linking import link, with_checksums
+
         laid_out = self._laid_out(root, variables)
 
         def write(target: FilePath) -> None:
@@ -956,7 +982,10 @@ class Checkpoint:
             UCPError: as `export` does.
             ValueError: for an argument that is for another format.
         """
+        from jax_ucp.checkpoint.views import of_run
         from jax_ucp.formats.exporting import plan_export  # brings in every writer
+        from jax_ucp.formats.peft.config import with_config
+        from jax_ucp.mapping.model_config import given_config
 
         require_weights(self._contents)
         contents = self._with_config(format, config)._contents
@@ -1061,6 +1090,9 @@ class Checkpoint:
             return self
         if format != "safetensors":
             raise ValueError(f"config is for safetensors: {format} has no place for it")
+        from jax_ucp.checkpoint.views import with_model_config
+        from jax_ucp.formats.huggingface.given_config import require_tied
+
         described = self._made(with_model_config(self._contents, config))
         require_tied(described._contents, described.config)
         return described
@@ -1131,6 +1163,8 @@ class Checkpoint:
             >>> [fault for what, fault in checkpoint.verify() if fault]
             []
         """
+        from jax_ucp.arrays.digests import checksum_checks, digest_checks
+
         yield from verify(self._contents, executor)
         files = self._contents.files
         yield from verdicts(digest_checks(files, frozenset()), files.is_remote)
@@ -1217,7 +1251,12 @@ class Checkpoint:
         Examples:
             >>> ucp.open("run/100").report().save("report.html")  # doctest: +SKIP
         """
-        from jax_ucp.inspection.page import Findings, page  # which only this needs
+        # which only this needs
+        from jax_ucp.inspection.diff import difference
+        from jax_ucp.inspection.moments import together
+        from jax_ucp.inspection.page import Findings, page
+        from jax_ucp.inspection.report import mesh_plan
+        from jax_ucp.inspection.statistics import statistics_of
 
         require_mesh(mesh, rules, hosts)
         arrays = self._contents.arrays.arrays()
@@ -1254,6 +1293,8 @@ class Checkpoint:
         )
 
     def _repr_html_(self) -> str:
+        from jax_ucp.inspection.fold import fold
+
         leaves = (
             (leaf.label, leaf.dtype or leaf.kind, str(list(leaf.shape))) for leaf in self.leaves
         )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jax_ucp.arguments import switch
 from jax_ucp.arrays.budget import DEFAULT_BUDGET
 from jax_ucp.checkpoint.checkpoint import Checkpoint, open_with, opened
-from jax_ucp.inspection.diff import Difference, difference
-from jax_ucp.mapping import rules as mappings
 from jax_ucp.options import Dequantize, GroupsFunction, Options
-from jax_ucp.shard_spec.rules import Spec
+
+if TYPE_CHECKING:
+    from jax_ucp.inspection.diff import Difference
+    from jax_ucp.mapping import rules as mappings
+    from jax_ucp.shard_spec.rules import Spec
 
 
 def open(
@@ -125,6 +127,8 @@ def diff(
     Example:
         >>> ucp.diff("run/100", "run/200", only="^params/").values[0].largest  # doctest: +SKIP
     """
+    from jax_ucp.inspection.diff import difference
+
     one, other = opened(first), opened(second)
     if mapping is not None:
         one = one.map(mapping)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jax_ucp.arrays.contents import Contents, parts_as_parameters, require_weights
-from jax_ucp.arrays.suspicions import suspicions
 from jax_ucp.errors import LayoutError, TreeMismatch
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.huggingface.companions import companions_in
@@ -22,21 +21,7 @@ from jax_ucp.mapping.binding import bind, given_before, mapping_record, takes_bu
 from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.model_config import CONFIG, config_from, config_of, given_config, joined
 from jax_ucp.mapping.states import states_of, top_labels
-from jax_ucp.options import Options, Sizes
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A path, the options that it was opened with, and the contents that were found."""
-
-    path: str
-    options: Options
-    contents: Contents
-
-    @cached_property
-    def suspicions(self) -> Sequence[str]:
-        """Notes that a sample of the arrays and files gives."""
-        return suspicions(self.contents)
+from jax_ucp.options import Sizes
 
 
 def mapped(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +18,6 @@ from jax_ucp.arguments import local_path
 from jax_ucp.checkpoint import open_with
 from jax_ucp.cli.options import COMMON, FEW, SECTIONS
 from jax_ucp.errors import NotACheckpoint, TreeMismatch, WorkerError
-from jax_ucp.mapping.rules import inverse_chain
 from jax_ucp.options import Options
 
 if TYPE_CHECKING:
@@ -32,6 +30,9 @@ def executor_of(workers: int | None, scheduler: str | None) -> Iterator[Executor
     if workers and scheduler:
         raise click.UsageError("--workers and --scheduler exclude each other: give one of them")
     if workers:
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+
         # the threads of JAX, if it is loaded, do not exist in a forked process
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
             yield pool
@@ -131,6 +132,8 @@ class Arguments(SimpleNamespace):
         UsageError if options that need a mapping (`its_own`) are given without one.
         """
         if self.mapping is not None:
+            from jax_ucp.mapping.rules import inverse_chain
+
             is_file = local_path(self.mapping).is_file()  # with a comma in its name, perhaps
             names = [self.mapping] if is_file else map(str.strip, self.mapping.split(","))
             mappings = list(map(jax_ucp.Mapping.load, names))

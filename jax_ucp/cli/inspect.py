@@ -85,7 +85,7 @@ def inspect(args: Arguments) -> None:
     elif reasons := skipped_reasons(items):
         console.print(TextTable(SKIPPED, reasons))
     if args.all_:
-        console.print_json(json.dumps(inspection["extras"]), ensure_ascii=True)
+        console.rich.print_json(json.dumps(inspection["extras"]), ensure_ascii=True)
 
 
 def _matching(pattern: str, leaves: list[Report], path: str) -> list[Report]:

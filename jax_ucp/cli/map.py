@@ -77,9 +77,7 @@ def _print_mapping(report: Report, has_target: bool) -> None:
         console.print(folded_table(*without_empty(heads, rows)))
     for requirement in report["requires"]:
         values = f", {requirement['found']}" if requirement["state"] == "met" else ""
-        console.print(
-            f"requires {requirement['name']}: {requirement['state']}{values}", markup=False
-        )
+        console.print(f"requires {requirement['name']}: {requirement['state']}{values}")
     if report["skipped"]:
         console.print(folded_table(("skipped", "because"), report["skipped"]))
     for note in report["notes"]:

@@ -36,10 +36,9 @@ def mappings(args: Arguments) -> None:
     if rows:
         console.print(TextTable(*without_empty(heads, rows)))
         for entry in filter(lambda entry: entry.get("why"), entries):
-            console.print(f"{entry['name']}: {entry['why']}", markup=False)
+            console.print(f"{entry['name']}: {entry['why']}")
     elif source:
         console.print(
             f"{source}: no mapping of the package fits; `jax-ucp map {source} --suggest --target"
             " TREE` drafts one",
-            markup=False,
         )

@@ -12,34 +12,49 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
-from rich.console import Console
-from rich.text import Text
 
-from jax_ucp.cli.text_table import TextTable
 from jax_ucp.inspection.fold import fold, fold_states, with_moments
 from jax_ucp.inspection.report import Report
 from jax_ucp.inspection.words import format_words, head_lines
 from jax_ucp.text import visible_lines
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jax_ucp.cli.text_table import TextTable
+
 Row = tuple[str, ...]
 
 
-class Screen(Console):
-    """A console that prints text as text: no markup, no emoji names, no escape sequences."""
+class Screen:
+    """A stream that text is printed to as text: no markup, no emoji names, no escape sequences."""
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        super().print(
-            *(Text(visible_lines(o)) if isinstance(o, str) else o for o in objects), **options
-        )
+    def __init__(self, stderr: bool):
+        self._stderr = stderr
+
+    def print(self, shown: Any) -> None:
+        """Print text, or what rich can render."""
+        if isinstance(shown, str):
+            click.echo(visible_lines(shown), err=self._stderr)
+        else:
+            self.rich.print(shown)
+
+    @cached_property
+    def rich(self) -> Console:
+        """The console of what has columns or colours, which takes long to import."""
+        from rich.console import Console
+
+        # lines are not wrapped if the output is not a terminal
+        width = None if self._stderr or sys.stdout.isatty() else 1000
+        return Console(stderr=self._stderr, highlight=False, soft_wrap=True, width=width)
 
 
-# lines are not wrapped if the output is not a terminal
-console = Screen(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
-to_stderr = Screen(stderr=True, highlight=False, soft_wrap=True)
+console, to_stderr = Screen(stderr=False), Screen(stderr=True)
 
 
 def print_json(report: Report) -> None:
@@ -83,6 +98,8 @@ def folded_table(
     """A table of rows (name, *cells). Unless `all_`, rows with equal cells whose names differ only
     in numbers, or in optax's `mu` and `nu`, are folded, with their count in a last column.
     """
+    from jax_ucp.cli.text_table import TextTable
+
     if all_:
         return TextTable(heads, rows)
     folded = with_moments(fold(rows))
@@ -132,7 +149,7 @@ def progress(
         with _progress_lines(what, total, share) as meter:
             yield meter
         return
-    if not to_stderr.is_terminal:
+    if not sys.stderr.isatty():
         yield Meter(lambda nbytes: None, lambda nbytes: None)
         return
     from rich.progress import (  # which takes as long to import as a small file to convert
@@ -151,7 +168,7 @@ def progress(
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=to_stderr, transient=True) as bar:
+    with Progress(*columns, console=to_stderr.rich, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield Meter(
             lambda nbytes: bar.advance(task, nbytes), lambda nbytes: bar.update(task, total=nbytes)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jax_ucp.errors import CorruptData, FormatError
+from jax_ucp.files.crc import crc32
 from jax_ucp.files.ranges import ByteRange
 
 # signature, disk, directory's disk, entries here, entries, size, offset, comment
@@ -150,7 +151,7 @@ def member_bytes(file: ByteRange, member: Member, max_bytes: int = _MAX_INFLATED
             raise CorruptData(
                 f"zip member {member.name!r} does not inflate to the {member.size} bytes it claims"
             )
-    if member.crc and zlib.crc32(data) != member.crc:
+    if member.crc and crc32(data) != member.crc:
         raise CorruptData(
             f"the bytes of zip member {member.name!r} differ from their CRC: the file is damaged"
         )

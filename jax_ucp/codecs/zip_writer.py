@@ -8,7 +8,6 @@ any byte of a tensor is: a file can lie inside another one.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ import numpy as np
 from jax_ucp.codecs.pickle_writer import dumps
 from jax_ucp.codecs.zip_members import CENTRAL, END, END64, LOCAL, LOCATOR64, MAX16, MAX32
 from jax_ucp.export.files import Bytes, File, Section, Tensor
+from jax_ucp.files.crc import crc32
 
 ALIGNMENT = 64
 _VERSION = 45  # zip64
@@ -82,7 +82,7 @@ class TorchZip:
         left, parts, directory = iter(crcs), [], bytearray()
         for member in self._members:
             name, literal = member.name, member.content
-            crc = next(left) if isinstance(literal, Tensor) else zlib.crc32(literal)
+            crc = next(left) if isinstance(literal, Tensor) else crc32(literal)
             extra = _sizes(member.size)
             padding = member.start - member.header - LOCAL.size - len(name) - len(extra) - 4
             extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding

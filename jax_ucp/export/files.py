@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from jax_ucp.arrays.contents import Contents
 from jax_ucp.arrays.digests import CHECKSUMS
 from jax_ucp.arrays.protocol import ArrayInfo, ArraySource
 from jax_ucp.errors import CorruptData
-from jax_ucp.files.crc import SummedBytes, combined, crc_of
+from jax_ucp.files.crc import SummedBytes, combined, crc32, crc_of
 from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import Files
@@ -160,7 +159,7 @@ class TensorTask:
             for box in part.boxes:
                 raw = block_bytes(opened.contents.arrays, part.tensor, box)
                 proofs.require_sound_so_far()
-                crc = zlib.crc32(raw, crc)
+                crc = crc32(raw, crc)
                 while raw:
                     raw = raw[out.write(raw) :]
         return [as_written(crc)]
@@ -177,7 +176,7 @@ def _crc_of(path: Path, start: int, nbytes: int) -> int:
     with open(path, "rb") as file:
         file.seek(start)
         while data := file.read(min(nbytes, _READ_BYTES)):
-            crc = zlib.crc32(data, crc)
+            crc = crc32(data, crc)
             nbytes -= len(data)
     return crc
 
@@ -226,12 +225,12 @@ def complete_files(
                 for at, data in section.rest(crcs):
                     out.seek(at)
                     out.write(data)
-                    summed.append(SummedBytes(at, at + len(data), zlib.crc32(data)))
+                    summed.append(SummedBytes(at, at + len(data), crc32(data)))
             out.flush()
             os.fsync(out.fileno())
         crc = end = 0
         for part in sorted([*summed, SummedBytes(file.size, file.size, 0)]):
-            crc = zlib.crc32(bytes(part.start - end), crc)  # all bytes between parts are zero
+            crc = crc32(bytes(part.start - end), crc)  # all bytes between parts are zero
             crc, end = combined(crc, part.crc, part.stop - part.start), part.stop
         crcs_of_files[file.name] = crc
     return crcs_of_files

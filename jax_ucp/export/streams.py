@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from jax_ucp.export.files import (
     require_whole,
     require_written,
 )
-from jax_ucp.files.crc import SummedBytes, crc_of
+from jax_ucp.files.crc import SummedBytes, crc32, crc_of
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.protocol import Files, file_size, read_bytes
 from jax_ucp.jobs.ledger import (
@@ -112,7 +111,7 @@ def _crc_of(folder: Files, file: File) -> Written | None:
     crc = 0
     for start in range(0, file.size, READ_BYTES):
         data = read_bytes(folder, info, start, min(start + READ_BYTES, file.size))
-        crc = zlib.crc32(data, crc)
+        crc = crc32(data, crc)
     return as_written(crc)
 
 
@@ -216,7 +215,7 @@ class BucketTarget(ExportTarget[Upload]):
             crcs[last.name] = write_parts(folder, last, sound_parts(), room)
         else:
             folder.create(last.name, data := b"".join(sound_parts()))
-            crcs[last.name] = zlib.crc32(data)
+            crcs[last.name] = crc32(data)
         folder.write(CHECKSUMS, [checksums(crcs)], durable=True)
 
     def is_result(self, identity: str) -> bool:
@@ -245,7 +244,7 @@ def write_parts(
     def summed() -> Iterator[bytes | memoryview]:
         nonlocal crc
         for part in parts:
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
             yield part
 
     folder.write_large(file.name, summed(), file.size, max_bytes // 2)
@@ -325,7 +324,7 @@ class _SectionReader:
         crcs: list[int] = []
         for blocks in tensors:
             data = [self._data(block) for block in blocks]
-            crcs.append(functools.reduce(lambda crc, some: zlib.crc32(some, crc), data, 0))
+            crcs.append(functools.reduce(lambda crc, some: crc32(some, crc), data, 0))
             buffers += zip((block.at for block in blocks), data, strict=True)
         self._on_bytes(sum(len(data) for _, data in buffers))
         return sorted([*buffers, *section.rest(crcs)], key=operator.itemgetter(0))
@@ -333,7 +332,7 @@ class _SectionReader:
     def _one(self, block: _PlacedBlock, crc: int | None) -> Buffers:
         """A block at its offset. Raises CorruptData if its CRC-32 was another before."""
         data = self._data(block)
-        if crc is not None and zlib.crc32(data) != crc:
+        if crc is not None and crc32(data) != crc:
             raise CorruptData(
                 f"{block.tensor.key}: {block.box} was read twice, and was not the same; something"
                 " else writes to the source, or its disk or its network fails"
@@ -343,7 +342,7 @@ class _SectionReader:
 
     def _sums(self, blocks: Sequence[_PlacedBlock]) -> list[SummedBytes]:
         def summed(block: _PlacedBlock) -> SummedBytes:
-            return SummedBytes(block.at, block.at + block.nbytes, zlib.crc32(self._data(block)))
+            return SummedBytes(block.at, block.at + block.nbytes, crc32(self._data(block)))
 
         jobs = ((block.cost, partial(summed, block)) for block in blocks)
         return list(in_order(jobs, self._budget, self._remote))

@@ -22,9 +22,7 @@ from jax_ucp.arrays.beside import MARKERS, items_beside
 from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.errors import NotACheckpoint
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
-from jax_ucp.formats.orbax import array_folders
-from jax_ucp.formats.orbax import reader as orbax
+from jax_ucp.formats.orbax.marks import are_arrays, is_tree
 from jax_ucp.formats.steps import Open, Run, chosen_model
 from jax_ucp.formats.weight_names import holds_weights
 from jax_ucp.json_text import MAX_JSON_DEPTH, is_shallow
@@ -50,7 +48,11 @@ def is_item(path: FilePath) -> bool:
     """Whether it is a tree of Orbax, this package, Flax, T5X or Paxml, and finished by its name."""
     if _UNFINISHED_NAME.search(path.name):
         return False
-    return orbax.recognise(path) or flax_msgpack.recognise(path) or array_folders.recognise(path)
+    if is_tree(path):
+        return True
+    from jax_ucp.formats.flax_msgpack.reader import recognise  # which few paths come to
+
+    return recognise(path) or are_arrays(path)
 
 
 def items_of_step(path: FilePath) -> list[FilePath]:

@@ -6,6 +6,7 @@ make it an entry point of another package: `docs/adding-a-format.md`.
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -21,26 +22,15 @@ from jax_ucp.files.path import FilePath, file_path
 from jax_ucp.files.placeholders import stand_in
 from jax_ucp.files.source_files import opening
 from jax_ucp.formats import orbax_steps, saved_index, step_folders
-from jax_ucp.formats.dcp import reader as dcp
-from jax_ucp.formats.deepspeed import reader as deepspeed
-from jax_ucp.formats.deepspeed import universal_reader as deepspeed_universal
-from jax_ucp.formats.dtensor_ranks import reader as dtensor_ranks
-from jax_ucp.formats.equinox import reader as equinox
-from jax_ucp.formats.flax_msgpack import reader as flax_msgpack
-from jax_ucp.formats.gguf import reader as gguf
-from jax_ucp.formats.hints import not_read, of_another_format, point_inside
-from jax_ucp.formats.huggingface import folder as weight_folder
+from jax_ucp.formats.dcp import marks as dcp
+from jax_ucp.formats.deepspeed import marks as deepspeed
+from jax_ucp.formats.dtensor_ranks.files import has_rank_files
+from jax_ucp.formats.huggingface import beside
 from jax_ucp.formats.huggingface.quantization import settle
-from jax_ucp.formats.huggingface.training_folder import add_trainer_state
-from jax_ucp.formats.megatron import dist as megatron_dist
-from jax_ucp.formats.megatron import fsdp as megatron_fsdp
-from jax_ucp.formats.megatron import legacy as megatron_legacy
+from jax_ucp.formats.megatron import marks as megatron
 from jax_ucp.formats.nested import as_written
-from jax_ucp.formats.orbax import array_folders
-from jax_ucp.formats.orbax import reader as orbax
-from jax_ucp.formats.safetensors import reader as safetensors
+from jax_ucp.formats.orbax import marks as orbax
 from jax_ucp.formats.steps import Run, open_run
-from jax_ucp.formats.torch_save import reader as torch_state
 from jax_ucp.garbage import gc_paused
 from jax_ucp.jobs.ledger import LEDGER_FILE
 from jax_ucp.options import NOTHING_TWICE, Options
@@ -97,17 +87,38 @@ def _run(
 
 def _open_step(path: FilePath, options: Options) -> Contents:
     contents = orbax_steps.open_step(path, options, open_contents)
-    notes = weight_folder.notes_beside(path, of_torch=False)
+    notes = beside.notes_beside(path, of_torch=False)
     return replace(contents, notes=[*contents.notes, *notes])
 
 
 def _open_deepspeed(path: FilePath, options: Options) -> Contents:
     """A checkpoint of DeepSpeed; what a trainer has beside it is kept."""
-    return add_trainer_state(deepspeed.parse(path, options), path)
+    from jax_ucp.formats.deepspeed.reader import parse
+
+    contents = parse(path, options)
+    if not any(beside.what_is(child.name) == beside.TRAINER for child in path.children()):
+        return contents
+    from jax_ucp.formats.huggingface.training_folder import add_trainer_state
+
+    return add_trainer_state(contents, path)
 
 
 def _open_index(path: FilePath, options: Options) -> Contents:
     return saved_index.open_index(path, options, open_contents)
+
+
+def _parse(module: str) -> Callable[[FilePath, Options], Contents]:
+    """`parse` of a module in this package, which is imported when there is something to parse."""
+    return lambda path, options: importlib.import_module(f"{__package__}.{module}").parse(
+        path, options
+    )
+
+
+def _in(module: str) -> tuple[Callable[[FilePath], bool], Callable[[FilePath, Options], Contents]]:
+    """`recognise` and `parse` of a module in this package, which is imported when one is called."""
+    return lambda path: importlib.import_module(f"{__package__}.{module}").recognise(path), _parse(
+        module
+    )
 
 
 # The first that recognises a path has it; the folder of a run may have the final weights, too.
@@ -116,7 +127,7 @@ FORMATS: tuple[Format, ...] = (
            _open_index, STEP, "none"),
     Format("a universal checkpoint", "ucp.json", universal.recognise, universal.open_universal,
            frozenset()),
-    Format("a PyTree item of Orbax", "_METADATA", orbax.recognise, orbax.parse, WORDS),
+    Format("a PyTree item of Orbax", "_METADATA", orbax.is_tree, _parse("orbax.reader"), WORDS),
     Format("a step of Orbax", "_CHECKPOINT_METADATA", orbax_steps.is_step, _open_step, SPEC,
            "none"),
     _run("a run of verl, SkyRL, torchtitan, OLMo-core or Automodel", "folders of steps",
@@ -125,36 +136,35 @@ FORMATS: tuple[Format, ...] = (
            step_folders.is_step,
            lambda path, options: step_folders.open_step(path, options, open_contents), TWICE,
            "weights"),
-    Format("DeepSpeed's universal folder", "zero/", deepspeed_universal.recognise,
-           deepspeed_universal.parse, SPEC, "weights"),
-    Format("DeepSpeed", "latest, or *_optim_states.pt", deepspeed.recognise, _open_deepspeed, SPEC,
-           "weights"),
-    Format("Megatron", "metadata.json and common.pt", megatron_dist.recognise, megatron_dist.parse,
+    Format("DeepSpeed's universal folder", "zero/", deepspeed.is_universal,
+           _parse("deepspeed.universal_reader"), SPEC, "weights"),
+    Format("DeepSpeed", "latest, or *_optim_states.pt", deepspeed.is_checkpoint, _open_deepspeed,
+           SPEC, "weights"),
+    Format("Megatron", "metadata.json and common.pt", megatron.is_dist, _parse("megatron.dist"),
            TWICE, "weights"),
-    Format("Megatron with FSDP", ".metadata that names Megatron's counters",
-           megatron_fsdp.recognise, megatron_fsdp.parse, TWICE, "weights"),
-    Format("PyTorch's distributed checkpoint", ".metadata", dcp.recognise, dcp.parse, TWICE,
-           "weights"),
-    Format("DTensors by torch.save", "*_world_size_N_rank_R.pt or ITEM_R.pt",
-           dtensor_ranks.recognise, dtensor_ranks.parse, TWICE, "weights"),
-    Format("Megatron's legacy format", "mp_rank_*/model_optim_rng.pt", megatron_legacy.recognise,
-           megatron_legacy.parse, SPEC, "weights"),
+    Format("Megatron with FSDP", ".metadata that names Megatron's counters", megatron.is_fsdp,
+           _parse("megatron.fsdp"), TWICE, "weights"),
+    Format("PyTorch's distributed checkpoint", ".metadata", dcp.recognise, _parse("dcp.reader"),
+           TWICE, "weights"),
+    Format("DTensors by torch.save", "*_world_size_N_rank_R.pt or ITEM_R.pt", has_rank_files,
+           _parse("dtensor_ranks.reader"), TWICE, "weights"),
+    Format("Megatron's legacy format", "mp_rank_*/model_optim_rng.pt", megatron.is_legacy,
+           _parse("megatron.legacy"), SPEC, "weights"),
     _run("a run of Orbax, Flax, T5X or Paxml", "folders or files of steps", orbax_steps.find_run,
          "none"),
-    Format("a folder of weights", "*.safetensors or pytorch_model.bin", weight_folder.recognise,
-           weight_folder.parse, WORDS, "none"),
-    Format("safetensors", "a file or an index", safetensors.recognise, safetensors.parse, WORDS,
+    Format("a folder of weights", "*.safetensors or pytorch_model.bin",
+           *_in("huggingface.folder"), WORDS, "none"),
+    Format("safetensors", "a file or an index", *_in("safetensors.reader"), WORDS, "none"),
+    Format("torch.save", "a file, or an index of several", *_in("torch_save.reader"), WORDS,
            "none"),
-    Format("torch.save", "a file, or an index of several", torch_state.recognise, torch_state.parse,
-           WORDS, "none"),
-    Format("GGUF", "a file, or the first part of a split one", gguf.recognise, gguf.parse, WORDS),
-    Format("Equinox", "*.eqx", equinox.recognise, equinox.parse, frozenset()),
-    Format("Flax's msgpack", "a file, or T5X's folder with `checkpoint`", flax_msgpack.recognise,
-           flax_msgpack.parse, WORDS),
+    Format("GGUF", "a file, or the first part of a split one", *_in("gguf.reader"), WORDS),
+    Format("Equinox", "*.eqx", *_in("equinox.reader"), frozenset()),
+    Format("Flax's msgpack", "a file, or T5X's folder with `checkpoint`",
+           *_in("flax_msgpack.reader"), WORDS),
     Format("a step of Paxml, T5X or an old Orbax", "a number, with items",
            orbax_steps.is_unmarked_step, _open_step, SPEC, "none"),
-    Format("a folder of zarr arrays, as Paxml's state", "*/.zarray", array_folders.recognise,
-           array_folders.parse, WORDS),
+    Format("a folder of zarr arrays, as Paxml's state", "*/.zarray", orbax.are_arrays,
+           _parse("orbax.array_folders"), WORDS),
     _run("a run of transformers' Trainer or accelerate", "checkpoint-N, checkpoint_N",
          step_folders.find_trainer_run, "none"),
 )  # fmt: skip
@@ -235,7 +245,7 @@ def _open_at(path: str | os.PathLike[str] | FilePath, at: FilePath, options: Opt
             if format.beside != "none":
                 of_torch = format.beside == "weights"
                 for folder in dict.fromkeys([at, replace(at, key=file_path(contents.path).key)]):
-                    notes += weight_folder.notes_beside(folder, of_torch, contents.extras)
+                    notes += beside.notes_beside(folder, of_torch, contents.extras)
             if options.on_conflict and "on_conflict" not in format.takes:
                 notes.append(NOTHING_TWICE.format(options.on_conflict))
             settled = settle(replace(contents, notes=notes), options.dequantize)
@@ -268,6 +278,8 @@ def _require_finished(path: str | os.PathLike[str] | FilePath, at: FilePath) -> 
 
 def _not_recognised(path: str | os.PathLike[str] | FilePath, at: FilePath) -> NotACheckpoint:
     """The error for a path that no format recognises, with what is known of what is there."""
+    from jax_ucp.formats.hints import not_read, of_another_format, point_inside
+
     if at.is_file() and (why := stand_in(at)):
         return NotACheckpoint(f"{path} is not a checkpoint: {why}")
     if other := of_another_format(at):

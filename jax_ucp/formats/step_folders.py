@@ -23,11 +23,10 @@ from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
-from jax_ucp.formats.dcp.metadata import metadata_files
-from jax_ucp.formats.dcp.reader import open_saves
+from jax_ucp.formats.dcp.marks import metadata_files
 from jax_ucp.formats.dtensor_ranks.files import has_rank_files
 from jax_ucp.formats.facts import Facts
-from jax_ucp.formats.huggingface.training_folder import TRAINER_STATE
+from jax_ucp.formats.huggingface.beside import TRAINER_STATE
 from jax_ucp.formats.state_dicts import keep_beside
 from jax_ucp.formats.steps import Open, Run, chosen_model
 from jax_ucp.formats.weight_files import read_json
@@ -145,6 +144,8 @@ def open_step(path: FilePath, options: Options, open_contents: Open) -> Contents
         contents = open_contents(models[name][0], inner)
     else:
         folders = _present(models[name], inner) if step.may_lack else models[name]
+        from jax_ucp.formats.dcp.reader import open_saves
+
         contents = open_saves(path, folders, inner)
     if name == options.model:
         source = {"format": contents.format, "name": path.name, **contents.source, "model": name}

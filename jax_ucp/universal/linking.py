@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from jax_ucp.arrays.evaluate import expressions
 from jax_ucp.arrays.strided_blocks import StridedBlocks
 from jax_ucp.arrays.value import Array
 from jax_ucp.errors import LayoutError, UnsupportedPath
+from jax_ucp.files.crc import crc32
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.protocol import FileInfo
 from jax_ucp.files.ranges import FileRange
@@ -185,7 +185,7 @@ def with_checksums(plan: LinkPlan) -> LinkPlan:
 
     def sum_run(name: str, i: int, nbytes: int) -> None:
         file, offset = linked.arrays[name].places[i]
-        crcs[name][i] = zlib.crc32(data[file].read(offset, offset + nbytes))
+        crcs[name][i] = crc32(data[file].read(offset, offset + nbytes))
 
     run_bounded(jobs(), plan.copy.budget_bytes, any(file.is_remote for file in data))
     arrays = {

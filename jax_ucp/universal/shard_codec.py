@@ -64,7 +64,9 @@ def shard_parts(
     rows in order, each of whole inner chunks; of a stack one block. The crc32c of each inner chunk,
     4 bytes, is added to `crcs`.
     """
-    room = np.empty(chunks.inner, dtype)  # for an inner chunk that has gaps, or is cut
+    # for an inner chunk that has gaps, or is cut, with its checksum: they are one write
+    both = np.empty(chunk_bytes(chunks, dtype), np.uint8)
+    room = both[:-CRC_BYTES].view(dtype).reshape(chunks.inner)
     for rows in data:
         inner_chunks = _inner_chunks(rows.shape, chunks)
         every = [b""] * len(inner_chunks)
@@ -74,10 +76,13 @@ def shard_parts(
                 if inner.shape != chunks.inner:
                     room[...] = 0
                 room[tuple(map(slice, inner.shape))] = inner
-                inner = room
-            every[number] = crc = _crc(inner)
-            yield inner.reshape(-1).view(np.uint8).data
-            yield crc
+                every[number] = crc = _crc(room)
+                both[-CRC_BYTES:] = np.frombuffer(crc, np.uint8)
+                yield both.data
+            else:
+                every[number] = crc = _crc(inner)
+                yield inner.reshape(-1).view(np.uint8).data
+                yield crc
         crcs += b"".join(every)
     if has_index(chunks):
         yield _index(shape, chunks, dtype.itemsize)

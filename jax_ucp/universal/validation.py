@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
-import tensorstore as ts
 
 from jax_ucp.errors import FormatError
 from jax_ucp.json_text import is_shallow
@@ -33,6 +32,11 @@ MAX_DEVICES = 1 << 20
 # numpy's kinds of the dtypes in which a number of the host program is stored, by the kind of its
 # leaf.
 _NUMBERS = {"bool": "b", "int": "iu", "float": "f", "complex": "c", "numpy_scalar": "biufcV"}
+
+
+# Dtypes that every version of TensorStore has, which takes long to import.
+_EVERYWHERE = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+_EVERYWHERE |= {"bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128"}
 
 
 def check_metadata(metadata: Metadata, where: str) -> None:
@@ -185,6 +189,10 @@ def is_dtype(name: str) -> bool:
 @functools.cache
 def storable(dtype: np.dtype) -> bool:
     """Whether TensorStore's zarr v3 driver has the data type."""
+    if dtype.name in _EVERYWHERE:
+        return True
+    import tensorstore as ts
+
     try:
         ts.Spec(
             {

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_ucp.files import crc
 from jax_ucp.files.crc import Tally, combined
 
 
@@ -28,8 +29,8 @@ def test_a_tally_of_any_reads_is_the_crc_and_knows_what_it_has_not_seen(data, dr
     reads = draw.draw(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 120)), max_size=12))
     room = bytes(start) + data + bytes(200)
     alarms = []
-    crc = zlib.crc32(data) ^ draw.draw(st.sampled_from([0, 1]))
-    tally = Tally(start, start + len(data), crc, lambda: alarms.append(1))
+    expected = zlib.crc32(data) ^ draw.draw(st.sampled_from([0, 1]))
+    tally = Tally(start, start + len(data), expected, lambda: alarms.append(1))
     seen = set()
     for at, length in reads:
         run, cut = memoryview(room)[at : at + length], draw.draw(st.integers(0, length))
@@ -41,8 +42,30 @@ def test_a_tally_of_any_reads_is_the_crc_and_knows_what_it_has_not_seen(data, dr
     for a, b in gaps:
         tally.add(a, memoryview(room)[a:b])
     assert list(tally.gaps()) == []
-    assert tally.agrees() == (crc == zlib.crc32(data))
+    assert tally.agrees() == (expected == zlib.crc32(data))
     assert len(alarms) == bool(data and not tally.agrees())
+
+
+@given(st.binary(max_size=9000), st.binary(max_size=9000))
+def test_crc32_is_that_of_zlib(a, b):
+    assert crc.crc32(a) == zlib.crc32(a)
+    assert crc.crc32(memoryview(b), crc.crc32(a)) == zlib.crc32(a + b)
+
+
+def test_what_another_thread_added_meanwhile_leaves_no_gap(monkeypatch):
+    """The rest of the bytes is summed out of memory, and not read again."""
+    data = bytes(range(200))
+    tally = Tally(0, 200, zlib.crc32(data))
+
+    def meanwhile(run, before=0):
+        monkeypatch.setattr(crc, "crc32", zlib.crc32)
+        tally.add(50, memoryview(data)[50:100])
+        return zlib.crc32(run, before)
+
+    monkeypatch.setattr(crc, "crc32", meanwhile)
+    tally.add(0, memoryview(data)[:120], memoryview(data)[120:])
+    assert list(tally.gaps()) == []
+    assert tally.agrees()
 
 
 def test_threads_that_read_the_same_bytes_sum_each_once():

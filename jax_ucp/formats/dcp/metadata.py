@@ -29,17 +29,16 @@ from jax_ucp.files.in_flight import stat_all
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.placeholders import stand_in
 from jax_ucp.files.source_files import note
+from jax_ucp.formats.dcp.marks import METADATA_FILE, metadata_files
 from jax_ucp.formats.nested import require_dict
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout, block_layout
 from jax_ucp.layout.parts import Shape
 
-METADATA_FILE = ".metadata"
 # Of what was put through zstd, a byte may hold so many: a block has 4 at least, and inflates to 128
 # KiB at most.
 MAX_RATIO = 1 << 15
 MIN_CODE_BITS = 4  # of an element, where torchao's optimizers store codes
-_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _RANK_DATA = re.compile(r"__(\d+)_\d+\.distcp$")
 _MAX_NDIM, _MAX_ELEMENTS = 32, 1 << 62
 _NOT_IN_NAMES = frozenset("/\\:\0")
@@ -128,17 +127,6 @@ class DcpMetadata:
             yield from ((fqn, chunk.span) for chunk in tensor.chunks)
         for fqn, spans in self.objects.items():
             yield from ((fqn, span) for span in spans)
-
-
-def metadata_files(folder: FilePath) -> list[FilePath]:
-    """`.metadata`, or without it one `__<rank>.metadata` per rank, in order."""
-    if (folder / METADATA_FILE).is_file():
-        return [folder / METADATA_FILE]
-    ranks: dict[int, FilePath] = {}
-    for path in folder.children():
-        if match := _RANK_METADATA.fullmatch(path.name):
-            ranks[int(match[1])] = path
-    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def read_metadata(

@@ -25,13 +25,13 @@ import numpy as np
 from jax_ucp.arrays.combined import Combined
 from jax_ucp.arrays.contents import About, Contents
 from jax_ucp.codecs.json_values import MAX_EXTRA_BYTES, tensor_bytes
-from jax_ucp.errors import FormatError, NotACheckpoint, UnsafePickle
+from jax_ucp.errors import FormatError, UnsafePickle
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.dcp.marks import require_metadata
 from jax_ucp.formats.dcp.metadata import (
     DcpMetadata,
     Span,
-    metadata_files,
     read_metadata,
 )
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key
@@ -47,14 +47,6 @@ _CODED = (
     " numbers that their codes stand for, in the dtype that each has in .metadata"
 )
 LIGHTNING = "meta.pt"  # what Lightning's trainer saves besides, in the same folder
-
-
-def recognise(path: FilePath) -> bool:
-    if not path.is_dir():
-        return False
-    names = [child.name for child in path.children()]
-    has_data = any(name.startswith("__") and name.endswith(".distcp") for name in names)
-    return has_data or bool(metadata_files(path))
 
 
 def parse(path: FilePath, options: Options) -> Contents:
@@ -85,15 +77,6 @@ def open_saves(path: FilePath, folders: Sequence[FilePath], options: Options) ->
     for save in saves:
         account_for_files(builder, save)
     return builder.contents()
-
-
-def require_metadata(folder: FilePath) -> None:
-    """Raise NotACheckpoint for a folder without the table of its items."""
-    if not metadata_files(folder):
-        raise NotACheckpoint(
-            f"{folder} has .distcp files but no .metadata: the save never ended, for that file is"
-            " written last, or it was not copied with the others, for its name begins with a dot"
-        )
 
 
 @dataclass(frozen=True)

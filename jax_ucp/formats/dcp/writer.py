@@ -31,10 +31,11 @@ from jax_ucp.codecs.zip_writer import TorchZip
 from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import CAST_FIRST, Parameters, torch_groups
+from jax_ucp.formats.dcp.marks import METADATA_FILE
 from jax_ucp.layout.fragments import Shape
 from jax_ucp.states.optimizer_dicts import Steps, joined
 
-METADATA_FILE, DATA_FILE = ".metadata", "__0_0.distcp"
+DATA_FILE = "__0_0.distcp"
 MODEL, OPTIMIZER = "model", "optimizer"
 
 _DCP = "torch.distributed.checkpoint"

@@ -8,7 +8,6 @@ Model-parallel ranks are numbered stage by stage: `mp_rank = stage * tp + tp_ran
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -24,17 +23,9 @@ from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
+from jax_ucp.formats.deepspeed.marks import KINDS, is_own
 from jax_ucp.formats.facts import COUNTS, RATES, Facts
 from jax_ucp.formats.nested import as_dict, group_with, require_dict
-
-# The engine's files by kind; the groups are the numbers in their names.
-_KINDS = {
-    "model states": re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"),
-    "optimizers": re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
-    "layers": re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt"),
-    "experts": re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt"),
-    "experts' optimizers": re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
-}
 
 # Entries that every file of one save has alike.
 _SAME = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
@@ -140,35 +131,15 @@ class TagFiles:
         ]
 
 
-def tag_folder(path: FilePath, marker: str = "latest") -> FilePath | None:
-    """The folder that `latest` names if `path` is a save directory; else `path`."""
-    latest = path / marker
-    if not latest.is_file():
-        return None
-    tag = latest.read_pointer().strip()
-    if not tag or "/" in tag or "\0" in tag or tag in (".", "..") or len(os.fsencode(tag)) > 255:
-        raise FormatError(f"{latest} should name a folder beside it, but says {tag!r:.80}")
-    return path / tag
-
-
-def is_checkpoint(path: FilePath) -> bool:
-    """Whether the directory has `latest`, or files named as DeepSpeed names them."""
-    return tag_folder(path) is not None or any(_is_own(file.name) for file in path.children())
-
-
-def _is_own(name: str) -> bool:
-    return any(pattern.fullmatch(name) for pattern in _KINDS.values())
-
-
 def _file_names(folder: FilePath) -> _Names:
     """The names of a tag's files by kind and by the numbers in them, in ascending order. A number
     that is missing in a name is 0, but for the data-parallel rank of model states: below ZeRO-3 it
     is None. Raises FormatError for two names of one rank.
     """
-    names: dict[str, dict[_Numbers, str]] = {kind: {} for kind in _KINDS}
+    names: dict[str, dict[_Numbers, str]] = {kind: {} for kind in KINDS}
     seen: dict[str, str] = {}
     for name in sorted(path.name for path in folder.children() if path.is_file()):
-        for kind, pattern in _KINDS.items():
+        for kind, pattern in KINDS.items():
             if (match := pattern.fullmatch(name)) is None:
                 continue
             first = seen.setdefault(_unpadded(name), name)
@@ -485,7 +456,7 @@ def _check_saved_as(files: Iterable[StateFile]) -> None:
         written, name = f"{stored.file.saved_as}.pt", stored.file.path.name
         # The numbers count, not how they are padded, nor the prefix of a dtype.
         ranks = [_unpadded(text.removeprefix("bf16_")) for text in (written, name)]
-        if _is_own(written) and ranks[0] != ranks[1]:
+        if is_own(written) and ranks[0] != ranks[1]:
             raise FormatError(
                 f"{stored.file.path} was written as {written}, by the name inside it: it was"
                 " renamed, or exchanged for another rank's. Give each file the name that it was"

@@ -17,11 +17,10 @@ from jax_ucp.formats.deepspeed.extras import OPTIMIZER_FILES, add_extras
 from jax_ucp.formats.deepspeed.files import (
     TagFiles,
     check_facts,
-    is_checkpoint,
     open_files,
-    tag_folder,
     zero_config,
 )
+from jax_ucp.formats.deepspeed.marks import tag_folder
 from jax_ucp.formats.deepspeed.modules import add_module, names_in
 from jax_ucp.formats.deepspeed.parameters import Joins, make_parameters
 from jax_ucp.formats.deepspeed.partitions import add_partitions, teams
@@ -40,10 +39,6 @@ _ZENFLOW = (
     " the masters, from which DeepSpeed resumes, on_conflict='copy' the weights that the model"
     " computed with"
 )
-
-
-def recognise(path: FilePath) -> bool:
-    return path.is_dir() and is_checkpoint(path)
 
 
 def parse(path: FilePath, options: Options) -> Contents:

@@ -29,7 +29,6 @@ from jax_ucp.layout.parts import Part, Shape, box_part
 from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
 from jax_ucp.name_patterns import NamePatterns, pattern_list
 from jax_ucp.options import Sizes
-from jax_ucp.shard_spec.notation import load
 from jax_ucp.shard_spec.rules import Spec, SpecShard, layouts, regex_of
 
 # The lists of `universal_checkpoint_info` that say how parameters are cut.
@@ -244,6 +243,8 @@ class BySpec:
     """The rules of a spec that the user gives; they hold whatever the files record."""
 
     def __init__(self, spec: Path | Spec, sizes: Sizes):
+        from jax_ucp.shard_spec.notation import load  # brings in YAML
+
         self.spec = load(spec)
         self.sizes = sizes.of(self.spec.lengths, self.spec.switches)
         self.layouts: Mapping[str, ParamLayout] = {}

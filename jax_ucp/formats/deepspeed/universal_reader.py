@@ -11,7 +11,6 @@ Facts: `checkpoint/ds_to_universal.py` of DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -22,7 +21,8 @@ from jax_ucp.codecs.torch_file import StoredTensor, TorchFile
 from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.deepspeed.extras import add_extras
-from jax_ucp.formats.deepspeed.files import StateFile, tag_folder
+from jax_ucp.formats.deepspeed.files import StateFile
+from jax_ucp.formats.deepspeed.marks import tag_folder
 from jax_ucp.formats.deepspeed.modules import (
     ModuleTensor,
     add_frozen,
@@ -46,7 +46,6 @@ from jax_ucp.layout.patterns import Unique, flat_layouts
 from jax_ucp.options import Options
 from jax_ucp.shard_spec.rules import SpecShard
 
-_MODEL = re.compile(r".*mp_rank_.*_model_states\.pt")
 # `autoep_universal.py` of 0.19.5 and 0.19.8 writes the key where it gathers experts.
 _ONE_RANKS = (
     "DeepSpeed before 0.19.6 left moments of AutoEP's experts so, which are not those of all"
@@ -54,16 +53,6 @@ _ONE_RANKS = (
     " weights_only (--weights-only)"
 )
 _HOW_TO_CUT = "says how to cut the parameter; it is whole here"
-
-
-def recognise(path: FilePath) -> bool:
-    if not path.is_dir():
-        return False
-    if (path / "latest_universal").is_file() and not (path / "latest").is_file():
-        return True
-    if not (path / "zero").is_dir():
-        return False
-    return any(_MODEL.fullmatch(child.name) for child in path.children())
 
 
 def parse(path: FilePath, options: Options) -> Contents:

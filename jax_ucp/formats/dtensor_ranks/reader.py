@@ -31,7 +31,6 @@ from jax_ucp.formats.dtensor_ranks.files import (
     MODEL,
     OPTIM,
     RankFiles,
-    has_rank_files,
     is_rank_file,
     of_rank,
     rank_files,
@@ -51,10 +50,6 @@ from jax_ucp.states.optimizer_dicts import Steps, joined
 from jax_ucp.states.state_pairing import StateTensor, is_trainable
 
 HUGGINGFACE = "huggingface"
-
-
-def recognise(path: FilePath) -> bool:
-    return has_rank_files(path)
 
 
 def parse(path: FilePath, options: Options) -> Contents:

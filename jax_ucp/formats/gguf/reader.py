@@ -20,7 +20,8 @@ from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.gguf.config import model_config
 from jax_ucp.formats.gguf.file import FILE_TYPES, GGUFFile
 from jax_ucp.formats.gguf.header import MAGIC
-from jax_ucp.formats.quantized.ggml import SCHEME, TYPES
+from jax_ucp.formats.quantized.ggml import TYPES
+from jax_ucp.formats.quantized.names import GGML
 from jax_ucp.formats.weight_files import CONFIG, refuse_stand_in, require_files
 from jax_ucp.options import Options
 
@@ -84,7 +85,7 @@ def _keep(builder: ContentsBuilder, name: str, file: GGUFFile, tensors: Collecti
             module = tensor.removesuffix(".weight")
             beside = {role: f"{module}.{role}" for role in ("scale", "input_scale")}
             parts |= {role: f"param/{name}" for role, name in beside.items() if name in tensors}
-        builder.quantized.append(QuantizedWeight(SCHEME + type, label, parts, fault))
+        builder.quantized.append(QuantizedWeight(GGML + type, label, parts, fault))
     for key, value in file.head.values.items():
         builder.extra(name, key, value)
 

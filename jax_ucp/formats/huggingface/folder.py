@@ -8,7 +8,6 @@ conversion.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,14 @@ from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.placeholders import finished_name, why_missing
 from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.huggingface.beside import (
+    ADAPTER,
+    OPTIMIZER,
+    SHARDS,
+    TRAINER,
+    notes,
+    what_is,
+)
 from jax_ucp.formats.huggingface.companions import keep_companions
 from jax_ucp.formats.huggingface.training_folder import (
     MODEL,
@@ -62,34 +69,10 @@ from jax_ucp.layout.box import Box
 from jax_ucp.layout.samples import sample_boxes
 from jax_ucp.options import Options, Sizes
 from jax_ucp.states.state_pairing import StateTensor
-from jax_ucp.text import listed
 
 # Where torch DCP leaves the ranks' parts of what it consolidated
 # (`torch/distributed/checkpoint/_hf_utils.py`).
 SHARDED = "sharded"
-
-# What trainers of transformers, accelerate and peft save beside weights (`trainer.py`,
-# `checkpointing.py`, `utils/fsdp_utils.py`), by name: what it is called in a note.
-_OPTIMIZER, _SHARDS = "the states of the optimizer", "sharded states of the run"
-_TRAINER = "the state of the trainer"
-_WEIGHTS_BESIDE = "weights beside the checkpoint"
-_ADAPTER = "an adapter, which changes the weights and is not applied"
-_BESIDE = (
-    (re.compile(r"optim(izer)?(_\d+)?(\.(pt|pth|bin|ckpt))?"), _OPTIMIZER),
-    (re.compile(r"global_step\d+|latest|(pytorch_model_fsdp|mp_rank)_\d+.*"), _SHARDS),
-    (
-        re.compile(
-            r"(scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args"
-            r"|trainer_state|custom_checkpoint|meta)(_\d+)*\.(pt|pth|bin|pkl|json)"
-        ),
-        _TRAINER,
-    ),
-    (re.compile(r"adapter_model\..*"), _ADAPTER),
-    (
-        re.compile(r".*\.(h5|msgpack|gguf|npz|onnx|pth|pt|ckpt|mlmodel|tflite|nemo)"),
-        "may hold weights, too",
-    ),
-)
 
 
 def recognise(path: FilePath) -> bool:
@@ -162,27 +145,6 @@ def _chosen(path: FilePath, options: Options) -> tuple[Choice, Mapping[str, Weig
     return choose(str(path), saves, models[options.model].name), models
 
 
-def notes_beside(path: FilePath, of_torch: bool, kept: Collection[str] = ()) -> Iterator[str]:
-    """Notes on weights and a trainer's state beside a checkpoint, but for files `kept`."""
-    files = [info.name for info in path.folder().list() if info.kind == "file"]
-    files = [name for name in files if name not in kept]
-    by_kind: dict[str, list[str]] = {_WEIGHTS_BESIDE: [], _TRAINER: []}
-    for name in files:
-        kind = _WEIGHTS_BESIDE if holds_weights([name]) else _what_is(name)
-        by_kind.setdefault(kind, []).append(name)
-    unnoted = {"", _SHARDS}
-    if of_torch:
-        unnoted |= by_kind.keys() - {_WEIGHTS_BESIDE, _TRAINER}
-    for kind, names in by_kind.items():
-        if kind not in unnoted:
-            yield from _notes(kind, names)
-
-
-def _notes(reason: str, names: Sequence[str]) -> Iterator[str]:
-    if names:
-        yield f"not read: {listed(names)}: {reason}"
-
-
 def _files(path: FilePath) -> list[str]:
     """The names of files and of broken links, those of weights or indexes first."""
     names = sorted(entry.name for entry in path.children() if entry.is_file() or entry.link())
@@ -220,9 +182,9 @@ def _inventory(
         if is_noted:
             noted[reason].append(entry.name)
     if "adapter_config.json" in builder.extras and not is_adapter:
-        noted[_ADAPTER].append("adapter_config.json")
+        noted[ADAPTER].append("adapter_config.json")
     for reason, names in noted.items():
-        builder.notes += _notes(reason, names)
+        builder.notes += notes(reason, names)
     if is_adapter:
         config = config_in(builder.extras, "adapter_config.json")
         base = config.get("base_model_name_or_path")
@@ -247,18 +209,14 @@ def _beside(entry: FilePath, choice: Choice, options: Options) -> tuple[str, boo
         return f"{choice.save.name} does not name it", True
     if (finished := finished_name(name)) is not None:
         return f"a download of {finished} that has not ended", True
-    kind = _what_is(name)
-    opens_by_itself = "; open it by its path" if kind in (_OPTIMIZER, _SHARDS) else ""
+    kind = what_is(name)
+    opens_by_itself = "; open it by its path" if kind in (OPTIMIZER, SHARDS) else ""
     if kind:
-        not_wanted = options.weights_only and kind in (_OPTIMIZER, _TRAINER)
+        not_wanted = options.weights_only and kind in (OPTIMIZER, TRAINER)
         return f"{kind}{opens_by_itself}", not not_wanted
     if entry.is_dir() and holds_weights(_files(entry)):
         return "a folder with weights of its own", True
     return "lies beside the weights; not read", False
-
-
-def _what_is(name: str) -> str:
-    return next((what for pattern, what in _BESIDE if pattern.fullmatch(name)), "")
 
 
 # What is stored twice.

@@ -27,10 +27,7 @@ from jax_ucp.arrays.value import Array
 from jax_ucp.formats.huggingface import conv1d
 from jax_ucp.formats.nested import config_in
 from jax_ucp.formats.packed_experts import with_own_scales
-from jax_ucp.formats.quantized import ggml
-from jax_ucp.formats.quantized.schemes import why_unread
-from jax_ucp.formats.quantized.settled import Declared, dequantized
-from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS
+from jax_ucp.formats.quantized.names import ABOUT_ACTIVATIONS, GGML
 from jax_ucp.json_text import decode_json
 from jax_ucp.options import Dequantize
 from jax_ucp.tree import Key, Leaf
@@ -148,6 +145,10 @@ def settle(contents: Contents, dequantize: Dequantize) -> Contents:
                 " quantised cache of keys and values: they say nothing of weights"
             )
         return replace(contents, notes=notes)
+    # which only weights that are quantised need
+    from jax_ucp.formats.quantized.schemes import why_unread
+    from jax_ucp.formats.quantized.settled import Declared, dequantized
+
     if dequantize:
         # the settings of single weights in the headers of safetensors, by name (torchao)
         every = [own for own in contents.extras.values() if isinstance(own, Mapping)]
@@ -193,7 +194,7 @@ def quantized_weights(contents: Contents, method: str, is_asked: bool) -> Iterat
     if _imported(contents):
         arrays = [leaf for leaf in arrays if leaf.path[0].name != STORED]
     # ggml's blocks have their type in the file, whatever else is called as a scale is
-    of_ggml = [each for each in contents.quantized if each.scheme.startswith(ggml.SCHEME)]
+    of_ggml = [each for each in contents.quantized if each.scheme.startswith(GGML)]
     described = {label for weight in of_ggml for label in weight.parts.values()}
     leaves = {leaf.label.replace("/", "."): leaf for leaf in arrays if leaf.label not in described}
     claimed: set[str] = set()

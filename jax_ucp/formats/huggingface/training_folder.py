@@ -29,6 +29,7 @@ from jax_ucp.errors import FormatError, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.files.placeholders import stand_in, why_missing
 from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.huggingface.beside import TRAINER_STATE
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
 from jax_ucp.formats.nested import config_in
 from jax_ucp.formats.packed_experts import PackedParameter, in_memory
@@ -42,7 +43,6 @@ from jax_ucp.states.pairing import Undecided
 from jax_ucp.states.state_pairing import ModelOrders, Places, StateTensor, is_trainable
 
 MODEL = "model"  # what the model is called where there are no others
-TRAINER_STATE = "trainer_state.json"
 _OPTIMIZER = re.compile(r"(?P<stem>optimizer(?:_\d+)?)\.(?P<suffix>pt|bin)")
 _KEPT = re.compile(
     r"(scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args"

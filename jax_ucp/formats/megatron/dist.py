@@ -31,16 +31,13 @@ from jax_ucp.codecs.unpickle import each_node, known, what_is
 from jax_ucp.errors import FormatError, UnsafePickle, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
-from jax_ucp.formats.dcp.metadata import METADATA_FILE
+from jax_ucp.formats.dcp.marks import METADATA_FILE
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.megatron.buffers import model_parallel_ranks
 from jax_ucp.formats.megatron.checks import Comparison, check_gtp, of_model, refuse_difference
 from jax_ucp.formats.megatron.dist_files import (
-    CONFIG_FILE,
     DistFiles,
     ObjectSums,
-    checkpoint_folder,
-    is_checkpoint,
     open_files,
 )
 from jax_ucp.formats.megatron.dist_flat import (
@@ -51,6 +48,7 @@ from jax_ucp.formats.megatron.dist_flat import (
 from jax_ucp.formats.megatron.dist_names import group_key, is_flat, is_fully_reshardable, state_of
 from jax_ucp.formats.megatron.dist_run import RUN_CONFIG
 from jax_ucp.formats.megatron.dist_tensors import tensor_states
+from jax_ucp.formats.megatron.marks import CONFIG_FILE, checkpoint_folder
 from jax_ucp.formats.megatron.model import EMBEDDING, is_expert
 from jax_ucp.formats.megatron.numbered import beside_tensors
 from jax_ucp.formats.megatron.parameters import (
@@ -74,10 +72,6 @@ from jax_ucp.options import Options
 from jax_ucp.text import listed
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
-
-
-def recognise(path: FilePath) -> bool:
-    return path.is_dir() and is_checkpoint(path)
 
 
 def parse(path: FilePath, options: Options) -> Contents:

@@ -23,20 +23,18 @@ from jax_ucp.codecs.tensor_names import StoredTensor
 from jax_ucp.codecs.torch_file import TorchFile
 from jax_ucp.errors import FormatError, UnsafePickle, naming
 from jax_ucp.files.path import FilePath
-from jax_ucp.formats.dcp.metadata import METADATA_FILE, read_metadata
+from jax_ucp.formats.dcp.marks import METADATA_FILE
+from jax_ucp.formats.dcp.metadata import read_metadata
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key
 from jax_ucp.formats.megatron.dist_names import DistTensor, is_optimizers
 from jax_ucp.formats.megatron.dist_run import run_fields
 from jax_ucp.formats.megatron.dist_zarr import ARRAY_FILE, ZarrArray, ZarrChunks, zarr_array
+from jax_ucp.formats.megatron.marks import COMMON_FILE, CONFIG_FILE, backend_of
 from jax_ucp.formats.megatron.model import StoredRun
-from jax_ucp.formats.megatron.run import Args, args_of, check_iteration, iteration_folder
+from jax_ucp.formats.megatron.run import Args, args_of, check_iteration
 from jax_ucp.formats.nested import as_dict, require_dict
-from jax_ucp.json_text import decode_json
 
-CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 TRAIN_STATE = "train_state.pt"  # of Megatron-Bridge
-MAX_CONFIG_BYTES = 1 << 20
-_NEMO_WEIGHTS = "weights"
 COMMON_OBJECT = "common_state/shard_0_1"
 _CHUNK = re.compile(r"\d+(\.\d+)*")
 _SHARD = re.compile(r"shard_[\d.]*_[\d.]*")
@@ -101,45 +99,6 @@ class DistFiles(StoredItems):
     common_name: str = COMMON_FILE
 
 
-def is_checkpoint(path: FilePath) -> bool:
-    """Whether the directory, or its latest iteration, is a checkpoint of torch_dist or zarr."""
-    folder = checkpoint_folder(path)
-    if not folder.is_dir():  # which is refused, unless it is the legacy format's
-        folder = path
-    return _is_iteration(folder)
-
-
-def checkpoint_folder(path: FilePath) -> FilePath:
-    """The folder of the iteration in a save directory, or NeMo's folder `weights`; else the
-    path.
-    """
-    folder = iteration_folder(path)
-    if folder != path or _is_iteration(path):
-        return folder
-    inside = [child for child in path.children() if child.is_dir()]
-    if not any(child.name == _NEMO_WEIGHTS for child in inside):
-        path = inside[0] if len(inside) == 1 else path
-    weights = path / _NEMO_WEIGHTS
-    has_table = (weights / METADATA_FILE).is_file()  # the formats decide whose it is
-    return weights if has_table or (weights.is_dir() and _is_iteration(weights)) else folder
-
-
-def _is_iteration(folder: FilePath) -> bool:
-    """Whether a folder is that of an iteration: by `metadata.json`, or if that is lost, by objects
-    or by `common.pt` beside the table of tensors.
-
-    Checkpoints that only the keys in `.metadata` show are recognised in `fsdp`.
-    """
-    if _backend(folder) is not None:
-        return True
-    for child in folder.children():
-        if child.name.endswith(("rng_state", "._extra_state")) and any(
-            path.name.startswith("shard_") for path in child.matching(".pt")
-        ):
-            return True
-    return (folder / METADATA_FILE).is_file() and (folder / COMMON_FILE).is_file()
-
-
 def without_backend(folder: FilePath) -> FormatError:
     """The error for a checkpoint without the file that is written when a save has ended.
 
@@ -156,21 +115,9 @@ def without_backend(folder: FilePath) -> FormatError:
     )
 
 
-def _backend(folder: FilePath) -> str | None:
-    path = folder / CONFIG_FILE
-    if not path.is_file() or path.size() > MAX_CONFIG_BYTES:
-        return None
-    try:
-        config = decode_json(path.read_text())
-    except ValueError:
-        return None
-    backend = as_dict(config).get("sharded_backend")
-    return backend if isinstance(backend, str) else None
-
-
 def open_files(folder: FilePath, weights_only: bool = False) -> DistFiles:
     """The checkpoint of one iteration. Raises FormatError, naming the file."""
-    backend = _backend(folder)
+    backend = backend_of(folder)
     if backend is None:
         raise without_backend(folder)
     read = {"torch_dist": _torch_dist, "zarr": _zarr}.get(backend)

@@ -25,7 +25,7 @@ from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.errors import FormatError, LayoutError, naming
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
-from jax_ucp.formats.dcp.metadata import METADATA_FILE, DcpMetadata, read_metadata
+from jax_ucp.formats.dcp.metadata import DcpMetadata, read_metadata
 from jax_ucp.formats.dcp.reader import (
     DcpSave,
     account_for_files,
@@ -35,7 +35,8 @@ from jax_ucp.formats.dcp.reader import (
 from jax_ucp.formats.dcp.source import DcpSource, chunk_key
 from jax_ucp.formats.facts import Facts
 from jax_ucp.formats.megatron.checks import check_whole, of_model, refuse_difference
-from jax_ucp.formats.megatron.dist_files import checkpoint_folder, without_backend
+from jax_ucp.formats.megatron.dist_files import without_backend
+from jax_ucp.formats.megatron.marks import COUNTER, checkpoint_folder
 from jax_ucp.formats.megatron.model import (
     BUFFERS,
     StoredRun,
@@ -70,30 +71,11 @@ from jax_ucp.layout.patterns import Replicated
 from jax_ucp.options import Options
 from jax_ucp.states.pairing import Undecided
 
-_PICKLE = b"\x80"
-# Every checkpoint of these has the object, and nobody else's has.
-_MARK = "num_floating_point_operations_so_far"
-# Keys of torch_dist, which opens by its `metadata.json`: shards of objects, stacked layers.
-_TORCH_DIST = re.compile(rb"/shard_\d+(?:\.\d+)*_\d|decoder\.layers\.(?:self_attention|mlp)\.")
 _WRAPPER = "module."
 _GATED_LAYER = re.compile(r"\.linear_fc1\.(weight|bias)\d*$")
 # Groups that differ in one of these may have rates of their own.
 _KINDS = ("lr_mult", "wd_mult", "is_decoupled_lr", "is_expert_parallel", "max_lr", "min_lr")
 _Path = tuple[str | int, ...]
-
-
-def recognise(path: FilePath) -> bool:
-    if not path.is_dir():
-        return False
-    folder = checkpoint_folder(path)
-    table = (folder if folder.is_dir() else path) / METADATA_FILE
-    if not table.is_file():
-        return False
-    data = table.read_bytes()
-    if _MARK.encode() in data or _TORCH_DIST.search(data):
-        return True
-    # below a root nobody else would say what is wrong with it
-    return folder != path and not data.startswith(_PICKLE)
 
 
 def parse(path: FilePath, options: Options) -> Contents:
@@ -106,7 +88,7 @@ def parse(path: FilePath, options: Options) -> Contents:
     folder = checkpoint_folder(path)
     require_folder(path, folder)
     metadata = read_metadata(folder, _of_optimizer if options.weights_only else None)
-    if _MARK not in metadata.objects:
+    if COUNTER not in metadata.objects:
         raise without_backend(folder)
     with naming(folder):
         return _contents(metadata, options)

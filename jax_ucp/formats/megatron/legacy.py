@@ -31,11 +31,11 @@ from jax_ucp.formats.megatron.legacy_files import (
     MODEL_FILE,
     OPTIM_FILE,
     LegacyRank,
-    is_checkpoint,
     open_ranks,
     optimizer_parts,
 )
 from jax_ucp.formats.megatron.legacy_optimizer import find_states
+from jax_ucp.formats.megatron.marks import TRACKER, iteration_folder
 from jax_ucp.formats.megatron.model import (
     BUFFERS,
     EMBEDDING,
@@ -64,7 +64,7 @@ from jax_ucp.formats.megatron.parameters import (
     number,
     settings_of,
 )
-from jax_ucp.formats.megatron.run import TRACKER, Args, about, iteration_folder
+from jax_ucp.formats.megatron.run import Args, about
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import Part
 from jax_ucp.layout.patterns import Replicated
@@ -90,10 +90,6 @@ class RankShards:
     file: str
     shards: dict[str, dict[int, list[Array]]] = field(default_factory=lambda: defaultdict(dict))
     numbers: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
-
-
-def recognise(path: FilePath) -> bool:
-    return path.is_dir() and is_checkpoint(path)
 
 
 def parse(path: FilePath, options: Options) -> Contents:

@@ -6,7 +6,6 @@ Facts: `megatron/training/checkpointing.py` (file names) and `megatron/core/para
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,11 @@ from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import each_file
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.facts import Facts
-from jax_ucp.formats.megatron.run import Args, args_of, check_iteration, iteration_folder
+from jax_ucp.formats.megatron.marks import rank_folders
+from jax_ucp.formats.megatron.run import Args, args_of, check_iteration
 from jax_ucp.formats.nested import as_dict, as_list, require_dict
 
 MODEL_FILE, OPTIM_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 
 _KINDS = (
     *("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model"),
@@ -72,18 +71,6 @@ class LegacyRank:
         return f"{self.name}:{tensor.key}"
 
 
-def is_checkpoint(path: FilePath) -> bool:
-    """Whether the directory, or the folder that its tracker names, is a legacy checkpoint, or
-    whether that folder is missing.
-    """
-    folder = iteration_folder(path)
-    return not folder.is_dir() or bool(_rank_folders(folder))
-
-
-def _rank_folders(folder: FilePath) -> list[str]:
-    return sorted(p.name for p in folder.children() if p.is_dir() and _FOLDER.fullmatch(p.name))
-
-
 def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
     """(tp, pp, ep, etp) of every rank that writes files, in the order of ranks.
 
@@ -103,7 +90,7 @@ def writing_ranks(args: Args) -> list[tuple[int, int, int, int]]:
 
 def open_ranks(folder: FilePath, weights_only: bool = False) -> tuple[Args, list[LegacyRank]]:
     """The args of the run, and the files of every rank. Raises FormatError for foreign ones."""
-    names = _rank_folders(folder)
+    names = rank_folders(folder)
     first = next((name for name in names if (folder / name / MODEL_FILE).is_file()), None)
     if first is None:
         raise FormatError(

@@ -6,7 +6,6 @@ Facts: `megatron/training/checkpointing.py` of Megatron-LM core_v0.16.1.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +20,6 @@ from jax_ucp.files.path import FilePath
 MAX_RANKS = 1 << 20
 _DEGREES = ("pipeline", "virtual_pipeline", "expert")
 
-TRACKER = "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"[0-9]{1,19}")
-_SAVED = re.compile(r"iter_\d{7,}|release")
 # Parallel degrees as people call them, and their arguments.
 _AXES = {
     "tp": "tensor_model_parallel_size",
@@ -129,24 +125,6 @@ def about(layout: str, args: Args, iteration: Any) -> About:
         iteration if isinstance(iteration, int) else None,
         {axis: n for axis, n in degrees.items() if isinstance(n, int) and n > 1},
     )
-
-
-def iteration_folder(path: FilePath) -> FilePath:
-    """The folder of the iteration that the tracker names; without a tracker the only iteration's
-    folder, or the path.
-    """
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        inside = [child for child in path.children() if _SAVED.fullmatch(child.name)]
-        return inside[0] if len(inside) == 1 else path
-    text = tracker.read_pointer().strip()
-    if text == "release":
-        return path / text
-    if not _ITERATION.fullmatch(text):
-        raise FormatError(
-            f"{tracker} should name an iteration or say `release`, but says {text!r:.80}"
-        )
-    return path / f"iter_{int(text):07d}"
 
 
 def require_folder(path: FilePath, folder: FilePath) -> None:

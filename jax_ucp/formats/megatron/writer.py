@@ -30,10 +30,9 @@ from jax_ucp.errors import TreeMismatch, UnsupportedLeaf
 from jax_ucp.export.files import File, Tensor
 from jax_ucp.export.parameters import Parameters, is_floating, one_step
 from jax_ucp.formats.dcp.writer import Chunked, files_of
-from jax_ucp.formats.megatron.dist_files import COMMON_FILE, CONFIG_FILE
 from jax_ucp.formats.megatron.dist_names import name_of
+from jax_ucp.formats.megatron.marks import COMMON_FILE, CONFIG_FILE, TRACKER
 from jax_ucp.formats.megatron.model import EMBEDDING, FUSED_NORMS, TIED, expert_of
-from jax_ucp.formats.megatron.run import TRACKER
 from jax_ucp.formats.nested import as_dict, as_list
 from jax_ucp.states.optimizer_dicts import Steps
 

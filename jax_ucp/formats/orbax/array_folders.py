@@ -13,22 +13,12 @@ from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.orbax.arrays import ZarrArrays, ZarrFolder, check_size
+from jax_ucp.formats.orbax.marks import ARRAY_FILE
 from jax_ucp.formats.orbax.reader import NO_CHECKSUMS, note_files
 from jax_ucp.options import Options
 from jax_ucp.tree import Key, Leaf, leaf_names, tree_fault
-from jax_ucp.universal.orbax_tree import SHARDING_FILE, STRINGS_FILE, TREE_FILE
+from jax_ucp.universal.orbax_tree import SHARDING_FILE, TREE_FILE
 from jax_ucp.universal.validation import leaf_fault
-
-ARRAY_FILE = ".zarray"
-# Beside one of these, arrays belong to something else: to a hierarchy of zarr, or to a save of
-# Orbax that has lost its tree.
-_OTHERS = (".zgroup", ".zmetadata", "zarr.json", ARRAY_FILE, STRINGS_FILE, "metadata.json")
-
-
-def recognise(path: FilePath) -> bool:
-    if not path.is_dir() or any((path / name).exists() for name in _OTHERS):
-        return False
-    return any((child / ARRAY_FILE).is_file() for child in path.children() if child.is_dir())
 
 
 def parse(path: FilePath, options: Options) -> Contents:

@@ -37,10 +37,6 @@ UNMERGED = (
 )
 
 
-def recognise(path: FilePath) -> bool:
-    return (path / TREE_FILE).is_file()
-
-
 def parse(path: FilePath, options: Options) -> Contents:
     """The PyTree checkpoint of stock Orbax at `path`. Raises FormatError."""
     directory = path.folder()

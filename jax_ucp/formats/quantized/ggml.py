@@ -20,11 +20,11 @@ import numpy as np
 from jax_ucp.arrays.dequantized import Dequantizer, WeightPart
 from jax_ucp.errors import CorruptData
 from jax_ucp.formats.quantized.bits import FP8_E4M3, exponents
+from jax_ucp.formats.quantized.names import GGML
 from jax_ucp.formats.quantized.stored import StoredWeight
 from jax_ucp.layout.box import Box
 
 # What the schemes are called: this, and ggml's name of the type.
-SCHEME = "ggml "
 
 _NL4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the numbers of E2M1, the second zero without a sign.
@@ -318,7 +318,7 @@ TYPES: Mapping[str, BlockType] = {
 def blocks(stored: StoredWeight) -> Dequantizer:
     """The weight of rows of blocks. Raises FormatError if its parts do not fit."""
     stored.require_only("codes", "scale")
-    type = TYPES[stored.weight.scheme.removeprefix(SCHEME)]
+    type = TYPES[stored.weight.scheme.removeprefix(GGML)]
     rows = stored.info("codes").shape
     if not rows or rows[-1] % type.nbytes:
         label = stored.weight.parts["codes"]
@@ -347,7 +347,7 @@ class _Rows:
 
     @property
     def _type(self) -> BlockType:
-        return TYPES[self.scheme.removeprefix(SCHEME)]
+        return TYPES[self.scheme.removeprefix(GGML)]
 
     def boxes(self, box: Box) -> Mapping[str, Box]:
         """The bytes of the whole blocks around the box, and its scales."""

@@ -19,6 +19,7 @@ from jax_ucp.formats.quantized import (
     mxfp4,
     torchao,
 )
+from jax_ucp.formats.quantized.names import GGML
 from jax_ucp.formats.quantized.stored import StoredWeight
 
 SCHEMES: Mapping[str, Callable[[StoredWeight], Dequantizer]] = {
@@ -67,6 +68,6 @@ def why_unread(method: str, weight: QuantizedWeight) -> str:
 def _maker(method: str, weight: QuantizedWeight) -> Callable[[StoredWeight], Dequantizer] | None:
     if method:
         return SCHEMES.get(method) or _BY_ALGORITHM.get(method)
-    if weight.scheme.startswith(ggml.SCHEME):
+    if weight.scheme.startswith(GGML):
         return ggml.blocks
     return mxfp4.fp4 if weight.scheme == _FP4 else None

@@ -15,8 +15,9 @@ from jax_ucp.arrays.dequantized import Dequantizer
 from jax_ucp.arrays.evaluate import Evaluated, expressions
 from jax_ucp.arrays.value import Array, users
 from jax_ucp.errors import FormatError, UCPError
+from jax_ucp.formats.quantized.names import ABOUT_ACTIVATIONS
 from jax_ucp.formats.quantized.schemes import dequantizer
-from jax_ucp.formats.quantized.stored import ABOUT_ACTIVATIONS, StoredWeight
+from jax_ucp.formats.quantized.stored import StoredWeight
 from jax_ucp.tree import Key, Leaf, leaf_names
 from jax_ucp.tree import Path as TreePath
 

@@ -15,6 +15,7 @@ from jax_ucp.arrays.evaluate import read
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.arrays.value import Array
 from jax_ucp.errors import FormatError, QuantizedWeights
+from jax_ucp.formats.quantized.names import ABOUT_ACTIVATIONS
 from jax_ucp.layout.box import Box
 
 Settings = Mapping[str, Any]
@@ -129,13 +130,6 @@ class StoredWeight:
     def unknown(self, what: str) -> NoReturn:
         """Raise QuantizedWeights: the weight may be sound, but its form is not known here."""
         raise QuantizedWeights(f"{self.name} ({self.weight.scheme}): {what}")
-
-
-# Scales of what flows into a layer or out of it: they change no weight.
-_OF_INPUTS = {"input_global_scale", "input_scale", "input_scale_ub", "input_zero_point"}
-ABOUT_ACTIVATIONS = frozenset(
-    _OF_INPUTS | {"activation_scale", "k_scale", "output_scale", "v_scale"}
-)
 
 
 def leading(shape: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from cases import DATA as CASES_DATA
 from cases import Case, assert_accounted_for
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
-from jax_ucp.formats.dcp.metadata import metadata_files
+from jax_ucp.formats.dcp.marks import metadata_files
 
 DATA = CASES_DATA / "torch"
 # Their state dicts had no paths: torch 1.13 took flat ones only, and flatten_state_dict=False

@@ -26,8 +26,9 @@ from jax_ucp.formats.megatron.fsdp import (
     regrouped,
     saved,
 )
+from jax_ucp.formats.megatron.marks import TRACKER
 from jax_ucp.formats.megatron.model import StoredRun, join_gated
-from jax_ucp.formats.megatron.run import TRACKER, Args
+from jax_ucp.formats.megatron.run import Args
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import block_layout
 from jax_ucp.layout.patterns import Fused, Sharded
