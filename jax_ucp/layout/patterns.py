@@ -24,7 +24,7 @@ from itertools import accumulate
 from jax_ucp.errors import LayoutError
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout, block_layout
-from jax_ucp.layout.parts import Part, Shape, box_part, range_parts
+from jax_ucp.layout.parts import Part, Place, Shape, box_part, range_parts
 
 __all__ = ["Averaged", "Fused", "Padded", "Pattern", "Replicated", "Sharded", "Unique"]
 
@@ -338,14 +338,20 @@ def partitioned_layouts(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Pa
     pieces = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
     shards = ((sum(pieces.values()),),) * ranks
     layouts: dict[str, ParamLayout] = {}
+    of_shape: dict[Shape, list[Part]] = {}  # of many layers few, whose targets they share
     at = 0
     for name, shape in shapes.items():
         size, piece = math.prod(shape), pieces[name]
-        parts: list[Part] = []
-        for rank in range(ranks):
-            first, stop = min(size, rank * piece), min(size, (rank + 1) * piece)
-            parts += range_parts(rank, at, shape, first, stop)
-        layouts[name] = ParamLayout(tuple(shape), shards, tuple(parts))
+        if shape not in of_shape:
+            ends = [min(size, rank * piece) for rank in range(ranks + 1)]
+            each = enumerate(itertools.pairwise(ends))
+            parts = (range_parts(rank, 0, shape, first, stop) for rank, (first, stop) in each)
+            of_shape[shape] = list(itertools.chain.from_iterable(parts))
+        moved = [
+            Part(rank, sizes, Place((source.offset[0] + at,), source.steps), target)
+            for rank, sizes, source, target in of_shape[shape]
+        ]
+        layouts[name] = ParamLayout(tuple(shape), shards, tuple(moved))
         at += piece
     return layouts
 
