@@ -84,11 +84,10 @@ def by_role(names: Sequence[str]) -> dict[str, list[str]]:
 
 def chosen(subject: Subject, rng: Random, per_role: int = PER_ROLE) -> list[str]:
     """The last file of each role, which nothing after it tells of, and some others."""
-    return [
-        n
-        for names in by_role(list(subject.folder)).values()
-        for n in [*rng.sample(names[:-1], min(per_role, len(names)) - 1), names[-1]]
-    ]
+    found: list[str] = []
+    for names in by_role(list(subject.folder)).values():
+        found += [*rng.sample(names[:-1], min(per_role, len(names)) - 1), names[-1]]
+    return found
 
 
 def rng_of(subject: Subject, what: str) -> Random:
@@ -259,10 +258,8 @@ def text_mangled(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
                 "quotes around it": b'"' + data.strip() + b'"\n',
             }
         else:
-            ways |= {
-                "UTF-8 for latin-1": data.decode("latin-1").encode(),
-                "no bytes beyond ASCII": data.decode("ascii", "ignore").encode(),
-            }
+            ways["UTF-8 for latin-1"] = data.decode("latin-1").encode()
+            ways["no bytes beyond ASCII"] = data.decode("ascii", "ignore").encode()
         for how, other in ways.items():
             if other != data:
                 yield Attempt(f"{name} with {how}", put({name: other}))
@@ -388,10 +385,8 @@ _CLUTTER: dict[str, bytes] = {
 @mistake
 def clutter_beside(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
     put = replacing(subject)
-    folders = sorted(
-        {PurePosixPath(name).parent.as_posix() for name in subject.folder},
-        key=lambda f: (f.count("/"), f),
-    )
+    folders = {PurePosixPath(name).parent.as_posix() for name in subject.folder}
+    folders = sorted(folders, key=lambda f: (f.count("/"), f))
     for folder in dict.fromkeys([folders[0], folders[-1]]):
         prefix = "" if folder == "." else f"{folder}/"
         for name, data in _CLUTTER.items():
@@ -416,7 +411,7 @@ def files_of_others_beside(subject: Subject, others: Sequence[Subject]) -> Itera
         return
     donor = rng.choice(donors)
     some = donor.folder[rng.choice(sorted(donor.folder, key=lambda n: len(donor.folder[n]))[-3:])]
-    tensors = _small_safetensors()
+    tensors = safetensors({"lora.weight": np.arange(4, dtype=np.float32).reshape(2, 2)})
     for name, data in (
         ("extra.safetensors", tensors), ("adapter_model.safetensors", tensors),
         ("optimizer.pt", some), ("pytorch_model.bin", some),
@@ -431,22 +426,18 @@ def files_of_others_beside(subject: Subject, others: Sequence[Subject]) -> Itera
             yield Attempt(f"{name} of {owner.name} is there too", put({name: data}))
 
 
-def _small_safetensors() -> bytes:
-    return safetensors({"lora.weight": np.arange(4, dtype=np.float32).reshape(2, 2)})
-
-
 # Files exchanged, and of other steps, runs, ranks and models.
 
 
-def _some_pairs(
-    folder: Mapping[str, bytes], names: Iterable[tuple[str, str]], rng: Random
-) -> Iterable[tuple[str, str]]:
+Pairs = Iterable[tuple[str, str]]
+
+
+def _some_pairs(folder: Mapping[str, bytes], names: Pairs, rng: Random) -> Pairs:
     """Three of the pairs of files that differ, and three of those of one length."""
     pairs = [(a, b) for a, b in names if folder[a] != folder[b]]
     alike = [(a, b) for a, b in pairs if len(folder[a]) == len(folder[b])]
-    return dict.fromkeys(
-        [pair for of in (pairs, alike) for pair in rng.sample(of, min(3, len(of)))]
-    )
+    some = [rng.sample(of, min(3, len(of))) for of in (pairs, alike)]
+    return dict.fromkeys([*some[0], *some[1]])
 
 
 @mistake
@@ -549,9 +540,7 @@ def whole_checkpoint_of_another(subject: Subject, _: Sequence[Subject]) -> Itera
 
 @mistake
 def file_of_another_model(subject: Subject, others: Sequence[Subject]) -> Iterator[Attempt]:
-    """Other sizes, another number of ranks, another optimizer: a file of the same name from
-    another checkpoint.
-    """
+    """Other sizes, ranks, or optimizer: a file of the same name from another checkpoint."""
     put = replacing(subject)
     rng = rng_of(subject, "other model")
     for name in chosen(subject, rng):
@@ -580,30 +569,14 @@ def two_checkpoints_in_one_folder(subject: Subject, others: Sequence[Subject]) -
 
 @mistake
 def stale_pointer(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """`latest` and its like: of another step, of none, missing, or with two steps to choose
-    from.
-    """
+    """`latest` and its like: of another step, of none, missing, or with two steps there."""
     put = replacing(subject)
     for pointer in ("latest", "latest_universal", "latest_checkpointed_iteration.txt"):
         if pointer not in subject.folder:
             continue
         said = subject.folder[pointer].decode()
-        wrong = [
-            "global_step9999",
-            "9999",
-            "",
-            "/",
-            ".",
-            "..",
-            f"./{said}",
-            f"{said}/",
-            said.upper(),
-            f"{said} ",
-            f"../{said}",
-            "7",
-            "latest",
-            "release",
-        ]
+        wrong = ["global_step9999", "9999", "7", "latest", "release", "", "/", ".", ".."]
+        wrong += [f"./{said}", f"{said}/", said.upper(), f"{said} ", f"../{said}"]
         for text in dict.fromkeys(wrong):
             yield Attempt(f"{pointer} says {text!r}", put({pointer: text.encode()}))
         if "step" not in subject.siblings:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 import temptations
 from folders import OTHER_RUN, STEP_LATER, other_values, read_folder, sibling, write_folder
+from helpers import faults_of
 from jax_ucp.files import object_store, remote
 from safetensors_writer import safetensors
 from temptation_invisible import INVISIBLE, Case, invisible, shown_by
@@ -158,13 +159,8 @@ def test_other_values_go_with_rounding(values, salt, half):
     plain = np.array(values, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = plain.astype(half)
-        assert same_or_nan(
-            other_values(plain, salt, half).astype(half), other_values(rounded, salt, half)
-        )
-
-
-def same_or_nan(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.all((a == b) | (np.isnan(a) & np.isnan(b))))
+        half_of, of_half = (other_values(x, salt, half).astype(half) for x in (plain, rounded))
+        np.testing.assert_array_equal(half_of, of_half)  # also where both are NaN
 
 
 @pytest.mark.parametrize("change", [STEP_LATER, OTHER_RUN], ids=["step", "run"])
@@ -183,18 +179,14 @@ def test_a_sibling_is_a_whole_checkpoint_with_other_values(case, change, tmp_pat
         other = {name.replace("iter_0000003", "iter_0000004"): data for name, data in other.items()}
         other["latest_checkpointed_iteration.txt"] = b"4"
     found, plain = ucp.open(write_folder(other, tmp_path)), ucp.open(path)
-    assert [fault for _, fault in found.verify() if fault] == []
+    assert faults_of(found) == []
     labels = [leaf.label for leaf in plain.leaves if leaf.has_array]
-    alike = [
-        label for label in labels if found.read(label).tobytes() == plain.read(label).tobytes()
-    ]
+    read, before = found.read, plain.read
+    alike = [label for label in labels if read(label).tobytes() == before(label).tobytes()]
     wanted = 0 if change.steps else sum(label.startswith("step/") for label in labels)
     assert len(alike) <= wanted + 0.15 * len(labels)
-    steps = {
-        label: (int(found.read(label)), int(plain.read(label)))
-        for label in labels
-        if label.startswith("step/")
-    }
+    counted = [label for label in labels if label.startswith("step/")]
+    steps = {label: (int(found.read(label)), int(plain.read(label))) for label in counted}
     assert all(other == one + change.steps for other, one in steps.values())
 
 
@@ -258,17 +250,14 @@ def judged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the campaign has a working directory of its own
 
     def judge(subject: str, mistake: str, what: str) -> Outcome:
-        found = [s for s in subjects((subject_format(subject),)) if s.name == subject]
+        of = "megatron-dist" if subject.startswith("megatron") else "deepspeed"
+        found = [each for each in subjects((of,)) if each.name == subject]
         trial = next(t for t in trials(found, [mistake]) if re.search(what, t.attempt.what))
         made = Campaign(tmp_path, found)
         assert made.opens_as_it_is(trial.subject)
         return made.make(trial.subject, trial.attempt, Way(weights_only=True))
 
     return judge
-
-
-def subject_format(name: str) -> str:
-    return "megatron-dist" if name.startswith("megatron") else "deepspeed"
 
 
 def test_what_is_said_of_the_optimizer_is_not_said_of_weights_alone(judged):

@@ -20,9 +20,7 @@ Names = list[list[str]]
 
 
 class Blocks(nn.Module):
-    """Twelve equal layers, so that `layers.10` comes before `layers.2` when names are sorted;
-    norms; a tied head.
-    """
+    """Twelve equal layers, so that `layers.10` sorts before `layers.2`; norms; a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,9 +38,7 @@ class Blocks(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Batch norms, whose buffers have the shapes of their weights; a part that is frozen, and
-    one that is not used.
-    """
+    """Batch norms, with buffers of their weights' shapes; a frozen part, an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,12 +86,8 @@ def trained(kind: type[nn.Module], grouping: Callable[[nn.Module], Names], make:
     model = kind()
     names = grouping(model)
     params = dict(model.named_parameters())
-    optimizer = make(
-        [
-            {"params": [params[n] for n in group], "lr": 0.01 * (i + 1)}
-            for i, group in enumerate(names)
-        ]
-    )
+    own = [[params[n] for n in group] for group in names]
+    optimizer = make([{"params": some, "lr": 0.01 * (i + 1)} for i, some in enumerate(own)])
     for _, batch in zip(range(3), batches(kind), strict=False):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
@@ -134,13 +126,8 @@ def main() -> None:
         ("buffers", Convolutions, in_order, adam),
     ):
         model, optimizer, names = trained(kind, grouping, make)
-        write(
-            name,
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            model,
-            optimizer,
-            names,
-        )
+        tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        write(name, tree, model, optimizer, names)
     model, first, names = trained(Blocks, in_order, adam)
     critic, second, _ = trained(Blocks, in_order, adam)
     tree = {"model": model.state_dict(), "critic": critic.state_dict()}

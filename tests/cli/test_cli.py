@@ -64,11 +64,8 @@ def test_inspect_says_the_mesh_once_and_keys_are_keys(tmp_path):
     mesh, other = jax.make_mesh((1, 2, 1, 2), axes), jax.make_mesh((4,), ("x",))
     placed = NamedSharding(mesh, PartitionSpec("data", "model"))
     weights = {f"w{i}": jax.device_put(np.ones((4, 4)), placed) for i in range(3)}
-    tree = {
-        "layers": weights,
-        "rng": jax.random.key(0),
-        "keys": jax.random.split(jax.random.key(1)),
-    }
+    key = jax.random.key(0)
+    tree = {"layers": weights, "rng": key, "keys": jax.random.split(jax.random.key(1))}
     ucp.Checkpoint.of(tree).save(tmp_path / "one")
     printed = run("inspect", tmp_path / "one")
     assert "saved on    data=2, model=2, 2 axes of length 1\n" in printed
@@ -111,9 +108,8 @@ def test_inspect_all_lists_every_parameter_in_full_and_the_account(converted):
     assert "compared with it by verify" in text
     found = run_json("inspect", CASE)
     assert {item["status"] for item in found["inventory"]} == {"mapped", "extra", "skipped"}
-    assert found["items"]["mapped"] == sum(
-        item["status"] == "mapped" for item in found["inventory"]
-    )
+    mapped = [item for item in found["inventory"] if item["status"] == "mapped"]
+    assert found["items"]["mapped"] == len(mapped)
     source = run_json("inspect", converted)["source"]
     assert (source["format"], source["name"], source["step"]) == ("deepspeed", "global_step5", 5)
     assert "universal, imported from global_step5 (DeepSpeed 0.19.8" in run("inspect", converted)
@@ -136,14 +132,8 @@ def test_help_has_one_whole_line_for_each_command():
 def test_help_of_many_options_has_sections_with_what_people_give_first():
     printed = run("convert", "--help")
     titles = re.findall(r"^(\w.*):$", printed, re.MULTILINE)
-    assert titles == [
-        "Options",
-        "For a framework's own loader",
-        "A mesh",
-        "Your model",
-        "What the files do not say",
-        "Several processes",
-    ]
+    first = ["Options", "For a framework's own loader", "A mesh", "Your model"]
+    assert titles == [*first, "What the files do not say", "Several processes"]
     options = re.findall(r"^  (?:-h, )?(--[\w-]+)", printed.partition("Options:")[2], re.MULTILINE)
     assert options[:5] == ["--mapping", "--mesh", "--step", "--weights-only", "--dequantize"]
     assert len(options) == len(set(options))
@@ -167,16 +157,14 @@ def test_plan_moves_nothing_and_says_what_would_be_moved(tmp_path):
 
 def test_the_copy_that_is_believed_is_the_parameter():
     found = run_json("inspect", CASE, "--on-conflict", "copy")
-    assert {leaf["dtype"] for leaf in found["leaves"] if leaf["leaf"].startswith("param/")} == {
-        "bfloat16"
-    }
+    params = [leaf for leaf in found["leaves"] if leaf["leaf"].startswith("param/")]
+    assert {leaf["dtype"] for leaf in params} == {"bfloat16"}
     assert "the copy is taken, as asked" in found["notes"][0]
 
 
 def test_plan_shows_a_mesh_without_having_its_devices():
-    found = run_json(
-        "plan", CASE, "--mesh", "data=64,model=4", "--rule", r"h_to_4h\.weight$=data,model"
-    )["restore"]
+    rule = "--rule", r"h_to_4h\.weight$=data,model"
+    found = run_json("plan", CASE, "--mesh", "data=64,model=4", *rule)["restore"]
     assert found["devices"] == 256
     (leaf,) = [x for x in found["leaves"] if x["leaf"] == "param/layers.0.mlp.dense_h_to_4h.weight"]
     assert leaf["spec"] == [None, "model"]
@@ -249,9 +237,7 @@ def test_a_damaged_checkpoint_fails_verification_with_the_file(converted, tmp_pa
     (("convert", "nothing", "out"), "nothing does not exist"),
     (("plan", __file__),            "is not a checkpoint of a format known here"),
 ])  # fmt: skip
-def test_a_path_that_is_nothing_is_refused_without_a_traceback(
-    command, message, tmp_path, monkeypatch
-):
+def test_a_path_of_nothing_is_refused_without_a_traceback(command, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in run(*command, code=1)
 

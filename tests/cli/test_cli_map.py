@@ -86,10 +86,8 @@ def test_what_differs_from_a_model_is_told_with_the_axes_that_would_fit(folder):
     found = run_json("map", LLAMA, *TO_TUNIX, "--target", f"{folder}:wrong", code=1)
     assert "lm_head/kernel [32, 64]: in the target, but no rule forms it" in found["faults"]
     assert "lm_head/w [32, 64]: formed, but not in the target" in found["faults"]
-    turned = (
-        "layers/0/attn/q_proj/w: the rule gives [32, 4, 8], the target has [4, 8, 32]; `heads"
-        " head_dim embed` would fit"
-    )
+    gives = "the rule gives [32, 4, 8], the target has [4, 8, 32]"
+    turned = f"layers/0/attn/q_proj/w: {gives}; `heads head_dim embed` would fit"
     assert turned in found["faults"]
 
 
@@ -98,15 +96,11 @@ def test_what_no_rule_claims_gets_a_name_with_as_many_elements(folder):
     assert any("lm_heads.weight finds no parameter" in fault for fault in found["faults"])
     assert any("lm_head.weight [64, 32]: claimed by no rule" in fault for fault in found["faults"])
     (suggestion,) = found["suggestions"]
-    assert (
-        suggestion
-        == "lm_head.weight [64, 32] -> perhaps lm_head/kernel [32, 64], which has as many elements"
-    )
+    best = "perhaps lm_head/kernel [32, 64], which has as many elements"
+    assert suggestion == f"lm_head.weight [64, 32] -> {best}"
     text = run("map", LLAMA, *MINE, code=1)
-    assert (
-        "lm_head.weight [64, 32] -> perhaps the rule for lm_heads.weight, which finds nothing, is"
-        " meant" in text
-    )
+    rule = "perhaps the rule for lm_heads.weight, which finds nothing, is meant"
+    assert f"lm_head.weight [64, 32] -> {rule}" in text
 
 
 def test_what_is_skipped_is_shown_with_its_reason(folder):
@@ -155,12 +149,10 @@ def test_a_target_that_is_none_is_refused_without_a_traceback(target, message, f
 
 
 def test_a_mapping_is_asked_for_and_refused_by_name():
-    assert "give --mapping: a file, or one of deepspeed-gpt-to-reference, deepspeed-gpt2-to" in run(
-        "map", LLAMA, code=2
-    )
-    assert "nothing is not a mapping that can be read" in run(
-        "inspect", LLAMA, "--mapping", "nothing", code=1
-    )
+    text = run("map", LLAMA, code=2)
+    assert "give --mapping: a file, or one of deepspeed-gpt-to-reference, deepspeed-gpt2-to" in text
+    text = run("inspect", LLAMA, "--mapping", "nothing", code=1)
+    assert "nothing is not a mapping that can be read" in text
 
 
 def test_the_other_commands_see_the_leaves(tmp_path):
@@ -174,13 +166,10 @@ def test_the_other_commands_see_the_leaves(tmp_path):
     assert "moments are left out" in run("plan", LLAMA, *options, "--mesh", "data=2")
     assert "0 faults" in run("verify", LLAMA, *options)
     run("convert", LLAMA, tmp_path / "out", *options)
-    np.testing.assert_array_equal(
-        ucp.open(tmp_path / "out").read(label), ucp.open(LLAMA).map(options[1]).read(label)
-    )
-    assert (
-        run_json("inspect", tmp_path / "out")["source"]["mapping"]["name"]
-        == "hf-llama2-to-maxtext.yaml"
-    )
+    want = ucp.open(LLAMA).map(options[1]).read(label)
+    np.testing.assert_array_equal(ucp.open(tmp_path / "out").read(label), want)
+    source = run_json("inspect", tmp_path / "out")["source"]
+    assert source["mapping"]["name"] == "hf-llama2-to-maxtext.yaml"
 
 
 def test_a_length_is_given_by_name():

@@ -34,9 +34,8 @@ def python(work: Path, *args: str, path: str = "") -> subprocess.CompletedProces
     (work / "program.py").write_text(PROGRAM)
     environment = os.environ | {"PYTHONPATH": f"{path}{ROOT}"}
     command = [sys.executable, "-W", "ignore", *args]
-    return subprocess.run(
-        command, cwd=work, env=environment, capture_output=True, text=True, timeout=300
-    )
+    how = {"capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run(command, cwd=work, env=environment, **how)
 
 
 @pytest.mark.parametrize("program", [("program.py",), ("-m", "program")])

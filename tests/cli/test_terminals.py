@@ -28,9 +28,8 @@ def on_a_terminal(*args: object, columns: int, **environment: str) -> str:
     """What a command writes to a terminal so wide."""
     near, far = pty.openpty()
     settings = os.environ | {"COLUMNS": str(columns), "TERM": "xterm-256color"} | environment
-    process = subprocess.Popen(
-        [*COMMAND, *map(str, args)], stdout=far, stderr=far, stdin=far, env=settings
-    )
+    files = {"stdout": far, "stderr": far, "stdin": far}
+    process = subprocess.Popen([*COMMAND, *map(str, args)], env=settings, **files)
     os.close(far)
     written = b""
     while True:
@@ -76,9 +75,8 @@ def test_a_pipe_is_given_plain_text_a_line_each_row(command):
 def large(tmp_path_factory) -> Path:
     """A checkpoint whose conversion takes a while."""
     tree = {f"w{i}": np.full((512, 1024), i, np.float32) for i in range(48)}
-    return Path(
-        ucp.Checkpoint.of({"param": tree}).save(tmp_path_factory.mktemp("large") / "c").path
-    )
+    folder = tmp_path_factory.mktemp("large") / "c"
+    return Path(ucp.Checkpoint.of({"param": tree}).save(folder).path)
 
 
 def interrupted(*args: object, when: Path) -> tuple[int, str, str]:
@@ -131,7 +129,6 @@ def test_bash_completes_commands_and_options(tmp_path):
         ' echo "${COMPREPLY[@]}"'
     )
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    out = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=120
-    )
+    how = {"capture_output": True, "text": True, "timeout": 120}
+    out = subprocess.run(["bash", "-c", script], env=environment, **how)
     assert out.stdout.split() == ["inspect", "--against"], out.stderr

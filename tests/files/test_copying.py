@@ -23,9 +23,8 @@ def test_a_copy_into_any_order_of_axes_has_every_element_in_its_place(case):
     shape, order, other, dtype = case
     if np.prod(shape) > 1 << 18:
         shape = [min(n, 20) for n in shape]
-    elements = (
-        (np.arange(np.prod(shape, dtype=int)) % 2048).astype(dtype).reshape(shape).transpose(order)
-    )
+    elements = (np.arange(np.prod(shape, dtype=int)) % 2048).astype(dtype)
+    elements = elements.reshape(shape).transpose(order)
     room = np.zeros([elements.shape[axis] for axis in other], dtype)
     copy_into(room.transpose(np.argsort(other)), elements)
     np.testing.assert_array_equal(room.transpose(np.argsort(other)), elements)

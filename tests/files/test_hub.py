@@ -8,7 +8,7 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA, Case, bits_of
-from helpers import flip_bit
+from helpers import faults_of, flip_bit
 from jax_ucp.errors import CorruptData, StoreError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.path import file_path
@@ -104,7 +104,7 @@ def test_files_of_the_hub_are_compared_with_its_hashes(model, at_hub, monkeypatc
         real = web.stored
         monkeypatch.setattr(web, "stored", lambda path: said if path.name == SHARD else real(path))
         opened = ucp.open("hf://org/name")
-        faults = [fault for _, fault in opened.verify() if fault]
+        faults = faults_of(opened)
         assert [said["lfs"]["sha256"] in fault for fault in faults] == [True]
         opened.restore()
         with pytest.raises(CorruptData, match=f"{SHARD} has the hash .* that were up"):

@@ -26,10 +26,8 @@ def test_files_are_listed_by_name_with_their_sizes(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "c").write_bytes(b"1")
     files = LocalFiles(tmp_path)
-    assert [(file.name, file.kind, file.size) for file in files.list()] == [
-        ("a", "folder", 0),
-        ("b", "file", 2),
-    ]
+    listed = [(file.name, file.kind, file.size) for file in files.list()]
+    assert listed == [("a", "folder", 0), ("b", "file", 2)]
     assert [file.name for file in files.walk()] == ["a/c", "b"]
     assert (file_size(files, "b"), file_size(files, "a"), file_size(files, "d")) == (2, None, None)
     assert (read_file(files, "a/c"), read_file(files, "a")) == (b"1", None)
@@ -78,9 +76,7 @@ def linked(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["link", "dir", "dir/file", "dir/none", "sub/deep/out"])
 @pytest.mark.parametrize("named", ["folder", "named", "folder/file"])
-def test_a_link_out_of_the_folder_that_was_named_is_refused_whatever_is_asked(
-    tmp_path, name, named
-):
+def test_a_link_out_of_the_named_folder_is_refused_whatever_is_asked(tmp_path, name, named):
     linked(tmp_path)
     folder = file_path(tmp_path / named)
     folder = folder.parent if named == "folder/file" else folder
@@ -163,16 +159,13 @@ def test_bytes_are_the_same_through_edges_and_parts(tmp_path_factory, size, data
 def test_any_box_of_any_strided_array_is_read_as_numpy_has_it(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     order = data.draw(st.permutations(range(len(shape))))
-    stored = np.arange(np.prod(shape, dtype=int), dtype=np.int16).reshape(
-        tuple(shape[i] for i in order)
-    )
+    stored = np.arange(np.prod(shape, dtype=int), dtype=np.int16)
+    stored = stored.reshape(tuple(shape[i] for i in order))
     array = stored.transpose(np.argsort(order).tolist())
     boxes = data.draw(st.lists(boxes_in(shape), min_size=1, max_size=4))
     strides = [step // array.itemsize for step in array.strides]
-    outs = [
-        np.zeros([2 * n for n in box.shape], np.int16)[tuple(slice(0, 2 * n, 2) for n in box.shape)]
-        for box in boxes
-    ]
+    every_second = [tuple(slice(0, 2 * n, 2) for n in box.shape) for box in boxes]
+    outs = [np.zeros([s.stop for s in index], np.int16)[index] for index in every_second]
     window = data.draw(st.sampled_from([4, 16, WINDOW_BYTES]))
     with mock.patch.object(strided, "WINDOW_BYTES", window):
         read = StridedRead(4, strides, boxes, outs)

@@ -334,9 +334,8 @@ def replace_compression() -> None:
 
 
 def ds_config(spec: dict, out: Path) -> dict:
-    zero = json.loads(
-        json.dumps({"stage": spec["stage"], **spec["zero"]}).replace("NVME", str(out))
-    )
+    zero = json.dumps({"stage": spec["stage"], **spec["zero"]})
+    zero = json.loads(zero.replace("NVME", str(out)))
     if "stage3_param_persistence_threshold" not in zero and spec["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 0
     config = {
@@ -471,11 +470,7 @@ def partitions(engine, names, stage: int) -> dict[str, object]:
     for index, (group, flat) in enumerate(zip(groups, flats, strict=True)):
         rank = torch.distributed.get_rank(group=opt.dp_process_group)
         world = torch.distributed.get_world_size(group=opt.dp_process_group)
-        state = (
-            {k: v for k, v in flat[1].items()}
-            if isinstance(flat, tuple)
-            else base_of(opt).state[flat]
-        )
+        state = {**flat[1]} if isinstance(flat, tuple) else base_of(opt).state[flat]
         master = flat[0] if isinstance(flat, tuple) else flat
         places = places_of(opt, index, group, stage, rank, world, master)
         tensors = {"param": master, **dequantised(state)}
@@ -519,9 +514,8 @@ def live_flats(opt) -> list:
             flats.append(flat)
             continue
         opt.optimizer_swapper.swap_in_optimizer_state(flat, async_parameter=None)
-        state = {
-            k: v.clone() if hasattr(v, "clone") else v for k, v in opt.optimizer.state[flat].items()
-        }
+        live = opt.optimizer.state[flat].items()
+        state = {k: v.clone() if hasattr(v, "clone") else v for k, v in live}
         flats.append((flat.data.clone(), state))
         opt.optimizer_swapper.swap_out_optimizer_state(flat, async_swap=False)
     return flats
@@ -570,9 +564,7 @@ def places_of(opt, index, group, stage, rank, world, master) -> dict:
     return places
 
 
-def join(
-    parts: list[dict[str, object]], shapes: dict[str, tuple[int, ...]]
-) -> dict[str, np.ndarray]:
+def join(parts: list[dict[str, object]], shapes: dict[str, tuple]) -> dict[str, np.ndarray]:
     """Whole arrays of every rank's parts; what two ranks hold differently is under `io/differs`."""
     truth: dict[str, np.ndarray] = {}
     keys = dict.fromkeys(key for part in parts for key in part)
@@ -627,10 +619,8 @@ def work(spec: dict, out: Path) -> None:
     engine.save_checkpoint(str(out / "ckpt"), client_state={"iteration": spec["steps"]})
     torch.distributed.barrier()
     if rank == 0:
-        shapes = {
-            name: tuple(getattr(p, "ds_shape", p.shape))
-            for name, p in engine.module.named_parameters()
-        }
+        own = engine.module.named_parameters()
+        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in own}
         truth = join(gathered if spec["stage"] else gathered[:1], shapes)
         truth = {f"io/{key}" if key[:11] == "dequantized" else key: truth[key] for key in truth}
         np.savez(out / "truth.npz", **truth)

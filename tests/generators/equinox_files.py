@@ -37,17 +37,11 @@ def training():
     ]
     model = eqx.nn.Sequential(layers)
     model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, model)
-    moments = jax.tree.map(
-        lambda x: jax.random.normal(keys[2], x.shape), eqx.filter(model, eqx.is_array)
-    )
+    arrays = eqx.filter(model, eqx.is_array)
+    moments = jax.tree.map(lambda x: jax.random.normal(keys[2], x.shape), arrays)
     table = np.arange(12, dtype=np.int16).reshape(3, 4)
-    return None, (
-        model,
-        moments,
-        jnp.int32(7),
-        0.001,
-        {"rows": table, "columns": np.asfortranarray(table), "on": True},
-    )
+    more = {"rows": table, "columns": np.asfortranarray(table), "on": True}
+    return None, (model, moments, jnp.int32(7), 0.001, more)
 
 
 def main(out: Path) -> None:

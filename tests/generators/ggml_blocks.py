@@ -30,8 +30,6 @@ def digest(type: str) -> str:
 
 
 if __name__ == "__main__":
-    said = {
-        "writer": {"gguf": importlib.metadata.version("gguf")},
-        "types": {type: digest(type) for type in BLOCKS},
-    }
+    writer = {"gguf": importlib.metadata.version("gguf")}
+    said = {"writer": writer, "types": {type: digest(type) for type in BLOCKS}}
     (TESTS / "data" / "ggml_blocks.json").write_text(json.dumps(said, indent=1) + "\n")

@@ -158,9 +158,8 @@ def _requantize(machine: Machine, source: Path, target: Path, types: list[str]) 
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
             continue
         kinds = field.types
-        writer.add_key_value(
-            field.name, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None
-        )
+        last = kinds[-1] if len(kinds) > 1 else None
+        writer.add_key_value(field.name, field.contents(), kinds[0], last)
     turn = 0
     for tensor in reader.tensors:
         if len(tensor.shape) < 2:
@@ -178,9 +177,7 @@ def _requantize(machine: Machine, source: Path, target: Path, types: list[str]) 
     writer.close()
 
 
-def _moved(
-    stored: Arrays, weights: dict[str, torch.Tensor], file: Path, config: dict[str, Any]
-) -> Arrays:
+def _moved(stored: Arrays, weights: dict[str, torch.Tensor], file: Path, config: dict) -> Arrays:
     """Tensors of a file under the names of a model, its rows and experts where the model has them."""
     architecture = gguf.GGUFReader(file).get_field("general.architecture").contents()
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -207,10 +204,8 @@ def _as_loaded(name: str, weight: torch.Tensor, kind: str) -> np.ndarray:
 
 
 def _digests(arrays: Arrays) -> dict[str, list[Any]]:
-    return {
-        name: [list(array.shape), hashlib.sha256(array.tobytes()).hexdigest()]
-        for name, array in arrays.items()
-    }
+    digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
+    return {name: [list(array.shape), digests[name]] for name, array in arrays.items()}
 
 
 CASES: dict[str, Callable[[Machine, Path], dict[str, Any]]] = {}

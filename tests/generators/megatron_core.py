@@ -354,9 +354,8 @@ def _train_and_save(case: Case, folder: Path, tag: str) -> None:
         for name, parameter in model.named_parameters()
         for state, start, array in _states(optimizer, parameter)
     ]
-    buffers = {
-        f"buffer/{name}": bias.float().numpy().copy() for m in bare for name, bias in _buffers(m)
-    }
+    own = [(name, bias) for model in bare for name, bias in _buffers(model)]
+    buffers = {f"buffer/{name}": bias.float().numpy().copy() for name, bias in own}
     measured = _logits(bare) if case.has_logits else {}
     megatron.save(STEPS, models, optimizer, scheduler)
     if case.goes_on:
@@ -455,9 +454,8 @@ def _states(optimizer, parameter):
                 if hasattr(value, "shape") and state != "step":
                     yield state, None, megatron.array_of(value.reshape(-1))
             return
-    if not any(
-        type(own).__name__ == "DistributedOptimizer" for own in megatron.each_optimizer(optimizer)
-    ):
+    kinds = [type(own).__name__ for own in megatron.each_optimizer(optimizer)]
+    if "DistributedOptimizer" not in kinds:
         yield "param", None, megatron.array_of(parameter.reshape(-1))
 
 
@@ -465,10 +463,8 @@ def _buffers(model):
     """The biases of a model's routers, which are no parameters, by their names in the whole."""
     for module in model.modules():
         if getattr(module, "expert_bias", None) is not None:
-            yield (
-                f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias",
-                module.expert_bias,
-            )
+            name = f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias"
+            yield name, module.expert_bias
 
 
 def _logits(chunks) -> dict[str, object]:

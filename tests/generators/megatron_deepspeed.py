@@ -153,9 +153,8 @@ def _write(case: Case, folder: Path, source: Path) -> None:
     training.initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
     args = get_args()
     args.deepspeed_config_dict, args.deepspeed_config = config, None
-    [engine], optimizer, scheduler = training.setup_model_and_optimizer(
-        provider, ModelType.encoder_or_decoder
-    )
+    made = training.setup_model_and_optimizer(provider, ModelType.encoder_or_decoder)
+    [engine], optimizer, scheduler = made
     for step in range(STEPS):
         _train(engine, step)
     args.iteration, args.consumed_train_tokens = STEPS, STEPS * 2 * 16
@@ -227,10 +226,8 @@ def _states(parameter, zero):
     memory = master.untyped_storage().data_ptr()
     [flat] = [f for f in zero.single_partition_of_fp32_groups if f.data_ptr() == memory]
     first = master.storage_offset()
-    states = {
-        "param": flat,
-        **{k: zero.optimizer.state[flat][k] for k in ("exp_avg", "exp_avg_sq")},
-    }
+    own = zero.optimizer.state[flat]
+    states = {"param": flat, **{key: own[key] for key in ("exp_avg", "exp_avg_sq")}}
     own = {
         state: whole.detach()[first : first + parameter.numel()]
         .view(parameter.shape)

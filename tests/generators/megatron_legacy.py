@@ -71,10 +71,8 @@ _MLA = (
     " --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"
 )
 _TIED_LLAMA = " --swiglu --normalization RMSNorm --position-embedding-type rope"
-_MOE = (
-    " --num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2 --moe-token-dispatcher-type"
-    " alltoall"
-)
+_MOE = " --num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2"
+_MOE += " --moe-token-dispatcher-type alltoall"
 _GROUPED = _MOE + " --moe-grouped-gemm"
 _GDN = (
     " --experimental-attention-variant gated_delta_net --linear-attention-freq 2"
@@ -109,13 +107,8 @@ def _fsdp_of_versions() -> Iterator[Case]:
             continue
         yield Case(f"{prefix}_fsdp2", _TORCH_FSDP, tag, format="torch_dcp")
         if version != "0.14.0":  # nor does its Megatron-FSDP
-            yield Case(
-                f"{prefix}_mfsdp",
-                _MEGATRON_FSDP + " --global-batch-size 9",
-                tag,
-                world=3,
-                format="fsdp_dtensor",
-            )
+            options = _MEGATRON_FSDP + " --global-batch-size 9"
+            yield Case(f"{prefix}_mfsdp", options, tag, world=3, format="fsdp_dtensor")
             tp2 = f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_TP} 2{_ETP} 1 --sequence-parallel"
             yield Case(f"{prefix}_mfsdp_moe_tp2", tp2, tag, world=4, format="fsdp_dtensor")
 
@@ -392,9 +385,8 @@ class _Run:
 
     def piece(self, parameter: Any, name: str) -> Piece:
         rank, ranks, split = self.place(parameter, name)
-        states = {
-            state: (at, *megatron.array_of(tensor)) for state, at, tensor in self.states(parameter)
-        }
+        found = self.states(parameter)
+        states = {state: (at, *megatron.array_of(tensor)) for state, at, tensor in found}
         if "param" not in states:
             states["param"] = (None, *megatron.array_of(parameter))
         known = _EMBEDDING if name == _TIED and self.tied else name
@@ -555,11 +547,8 @@ def _nothing() -> None: ...
 
 def _layer_numbers(chunk: Any) -> dict[str, int]:
     layer = re.compile(r"decoder\.layers\.\d+")
-    return {
-        name: module.layer_number - 1
-        for name, module in chunk.named_modules()
-        if layer.fullmatch(name)
-    }
+    modules = [(n, module) for n, module in chunk.named_modules() if layer.fullmatch(n)]
+    return {name: module.layer_number - 1 for name, module in modules}
 
 
 def _named_states(states: Any, start: int | None) -> Iterator[tuple[str, int | None, Any]]:
@@ -657,9 +646,7 @@ def _write_case(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--source", type=Path, required=True, help="has Megatron-LM's source by tag"
-    )
+    parser.add_argument("--source", type=Path, required=True, help="Megatron-LM's source by tag")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # in a process of its own
     options = parser.parse_args()

@@ -174,9 +174,8 @@ def _train(spec) -> None:
     elif args.iteration != first or args.consumed_train_samples != 8 * first:
         raise RuntimeError(f"iteration {args.iteration}, {args.consumed_train_samples} samples")
     if spec["load"]:
-        result["plain"] = _plain(
-            Path(spec["load"]) / f"iter_{first:07d}"
-        )  # with a barrier of all ranks
+        # with a barrier of all ranks
+        result["plain"] = _plain(Path(spec["load"]) / f"iter_{first:07d}")
     everyone = [None] * spec["world"]
     dist.all_gather_object(everyone, _live(run))
     result["live"] = everyone
@@ -197,11 +196,9 @@ def _plain(folder: Path) -> dict[str, str]:
 def _live(run) -> dict[str, str]:
     """The digests of what a rank has: weights, masters and moments, steps and learning rates."""
     models, optimizer, scheduler = run
-    live = {
-        f"{i} {name}": _digest(value)
-        for i, model in enumerate(models)
-        for name, value in model.named_parameters()
-    }
+    live = {}
+    for i, model in enumerate(models):
+        live |= {f"{i} {name}": _digest(value) for name, value in model.named_parameters()}
     for o, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         for g, group in enumerate(one.optimizer.param_groups):
             live[f"{o} {g}"] = repr({key: v for key, v in group.items() if key != "params"})

@@ -311,7 +311,6 @@ class FusedAdam(torch.optim.Optimizer):
     """Adam with its step in the group; `exact` has the masters that are stored as two halves."""
 
     limits: typing.ClassVar = {
-        torch.float16: torch.finfo(torch.float16).max / 2,
         torch.uint8: 448.0,
     }
 
@@ -501,9 +500,9 @@ _MODULES = {
 
 # Modules that are taken as attributes of the module above them.
 _SUBMODULES = (
-    *("common", "recipe", "pytorch", "ops", "module", "distributed", "tensor", "language"),
-    "registry",
-)
+    "common", "recipe", "pytorch", "ops", "module", "distributed", "tensor",
+    "language", "registry",
+)  # fmt: skip
 
 
 class _Module(types.ModuleType):

@@ -89,9 +89,8 @@ def trained(seed: int, devices=None, steps: int = 3, dtype=jnp.float32) -> Train
     @jax.jit
     def step(params, opt_state, x):
         def loss(p):
-            h = jnp.tanh(
-                p["embed"]["embedding"][x] @ p["layers_0"]["kernel"] + p["layers_0"]["bias"]
-            )
+            layer = p["layers_0"]
+            h = jnp.tanh(p["embed"]["embedding"][x] @ layer["kernel"] + layer["bias"])
             y = h @ p["layers_1"]["kernel"] + p["layers_1"]["bias"]
             return jnp.sum((y * p["scale"]) ** 2)
 
@@ -115,9 +114,8 @@ def spec_of(shape) -> PartitionSpec:
 
 def placed_key(seed, mesh):
     data = np.asarray([7, seed], np.uint32)
-    return jax.make_array_from_callback(
-        (2,), NamedSharding(mesh, PartitionSpec()), lambda i: data[i]
-    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback((2,), everywhere, lambda i: data[i])
 
 
 def values(seed: int) -> dict:
@@ -127,9 +125,8 @@ def values(seed: int) -> dict:
     named = (
         "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint16", "bool", "int4",
     )  # fmt: skip
-    dtypes = {
-        name: jnp.asarray(numbers % 7).astype(getattr(ml_dtypes, name, name)) for name in named
-    }
+    types = {name: getattr(ml_dtypes, name, name) for name in named}
+    dtypes = {name: jnp.asarray(numbers % 7).astype(dtype) for name, dtype in types.items()}
     return {
         "ints": {"step": 12345, "negative": -3},
         "float": 0.1,
@@ -187,10 +184,8 @@ def record(case: Path, tree, options: dict, more: dict) -> None:
             others[label] = leaf or (None if leaf is None else "empty")
             continue
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            shardings[label] = [
-                list(leaf.sharding.mesh.axis_names),
-                list(leaf.sharding.mesh.devices.shape),
-            ]
+            mesh = leaf.sharding.mesh
+            shardings[label] = [list(mesh.axis_names), list(mesh.devices.shape)]
         array = np.asarray(leaf)
         arrays[label], dtypes[label] = bits(array), array.dtype.name
     np.savez(case / "truth.npz", **arrays)
@@ -447,9 +442,7 @@ def _(path, seed):
 
 @case("v1_split_metadata", since=(0, 12, 5))
 def _(path, seed):
-    """Nodes and values of the databases in `ocdbt_meta` and `ocdbt_data`: no option of Orbax's sets
-    what its writer can do.
-    """
+    """Nodes and values of databases in `ocdbt_meta` and `ocdbt_data`, which no option sets."""
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
     options = tensorstore_utils.OcdbtKvStoreWriteOptions
@@ -515,9 +508,8 @@ def process(path, seed, how, n, port, rank):
         if not isinstance(leaf, jax.Array):
             return leaf
         whole = np.asarray(leaf)
-        place = NamedSharding(
-            mesh, PartitionSpec() if whole.shape == (2,) else spec_of(whole.shape)
-        )
+        spec = PartitionSpec() if whole.shape == (2,) else spec_of(whole.shape)
+        place = NamedSharding(mesh, spec)
         return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
 
     tree = jax.tree_util.tree_map(everywhere, mine)

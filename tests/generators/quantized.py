@@ -155,9 +155,8 @@ def _fp8_experts(folder: Path) -> Truth:
     source = folder.parent / "source"
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
     settings = FineGrainedFP8Config(weight_block_size=(32, 16))
-    model = Qwen3MoeForCausalLM.from_pretrained(
-        source, quantization_config=settings, device_map="cpu"
-    )
+    how = {"quantization_config": settings, "device_map": "cpu"}
+    model = Qwen3MoeForCausalLM.from_pretrained(source, **how)
     model.save_pretrained(folder)
     shutil.rmtree(source)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -282,12 +281,8 @@ add("ct_int4_asymmetric", *_CT, _integers(4, symmetric=False, strategy="group", 
 add("ct_int4_channel_odd", *_CT, _integers(4, symmetric=False, strategy="channel"), **_ODD)
 add("ct_int3_group", *_CT, _integers(3, symmetric=False, strategy="group", group_size=16))
 add("ct_dense_fp8", *_CT, "FP8_DYNAMIC", dense=True)
-add(
-    "ct_dense_int4",
-    *_CT,
-    _integers(4, symmetric=False, strategy="group", group_size=32),
-    dense=True,
-)
+_GROUPS = _integers(4, symmetric=False, strategy="group", group_size=32)
+add("ct_dense_int4", *_CT, _GROUPS, dense=True)
 add("ct_nvfp4", *_CT, "NVFP4A16")
 add("ct_nvfp4_wide", *_CT, "NVFP4A16", hidden_size=80, head_dim=20, intermediate_size=112)
 add("ct_mxfp4", *_CT, "MXFP4A16")
@@ -306,11 +301,8 @@ def _by_modules(symmetric: bool, modules: str) -> dict[str, Any]:
     return {"targets": [f"re:.*{modules}.*"], **weights}
 
 
-add(
-    "ct_int4_some_asymmetric",
-    *_CT,
-    {"attention": _by_modules(True, "self_attn"), "mlp": _by_modules(False, "mlp")},
-)
+_APART = {"attention": _by_modules(True, "self_attn"), "mlp": _by_modules(False, "mlp")}
+add("ct_int4_some_asymmetric", *_CT, _APART)
 
 
 def _ct_fp8_cache_scales(folder: Path) -> Truth:
@@ -486,9 +478,8 @@ def _modelopt(folder: Path, config: str | Callable[[Any], Any], **sizes: int) ->
         elif codes.dtype == torch.uint8:
             shape = torch.Size((codes.shape[0], 2 * codes.shape[1]))
             made = NVFP4QTensor(shape, torch.float32, codes)
-            truth[name] = made.dequantize(
-                scale=scale, double_scale=stored[f"{name}_scale_2"], block_sizes={-1: 16}
-            )
+            scales = {"scale": scale, "double_scale": stored[f"{name}_scale_2"]}
+            truth[name] = made.dequantize(**scales, block_sizes={-1: 16})
         elif scale.dtype == torch.uint8:
             made = MXFP8QTensor(codes.shape, torch.float32, codes)
             truth[name] = made.dequantize(scale=scale)
@@ -657,9 +648,8 @@ add("bnb_nf4_double", *_BNB, torch.bfloat16, {**_nf4, **_double}, hidden_size=12
 add("bnb_nf4_double_odd", *_BNB, torch.float32, {**_nf4, **_double}, **_ODD)
 add("bnb_fp4", *_BNB, torch.bfloat16, {**_four, "bnb_4bit_quant_type": "fp4"}, **_ODD)
 add("bnb_fp4_double", *_BNB, torch.float32, {**_four, "bnb_4bit_quant_type": "fp4", **_double})
-add(
-    "bnb_nf4_in_bfloat16", *_BNB, torch.bfloat16, {**_nf4, "bnb_4bit_quant_storage": torch.bfloat16}
-)
+_HALVES = {**_nf4, "bnb_4bit_quant_storage": torch.bfloat16}
+add("bnb_nf4_in_bfloat16", *_BNB, torch.bfloat16, _HALVES)
 
 
 # torchao: by transformers where its configs are known there, by its own safetensors support else.
@@ -689,10 +679,8 @@ def _torchao(
         name: tensor.dequantize() if hasattr(tensor, "dequantize") and "_proj" in name else tensor
         for name, tensor in state.items()
     }
-    plain = {
-        name: tensor if "_proj" in name else tensor.detach().clone()
-        for name, tensor in state.items()
-    }
+    plain = {name: tensor.detach().clone() for name, tensor in state.items() if "_proj" not in name}
+    plain = state | plain
     flat, metadata = flatten_tensor_state_dict(plain)
     save_file({k: v.contiguous() for k, v in flat.items()}, folder / "model.safetensors", metadata)
     config_with(folder, source, {"quant_method": "torchao", "quant_type": type(config).__name__})

@@ -582,10 +582,8 @@ def two_optimizers(out: Path) -> Truth:
 
     def by_name(optimizer):
         state = {names[id(p)]: of_param for p, of_param in optimizer.state.items()}
-        groups = [
-            {**group, "params": [names[id(p)] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
+        named = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        groups = [{**g, "params": n} for g, n in zip(optimizer.param_groups, named, strict=True)]
         return {"state": state, "param_groups": groups}
 
     dcp_save({"model": model.state_dict(), "muon": by_name(muon), "adam": by_name(adam)}, out)
@@ -761,10 +759,8 @@ def versions() -> dict[str, str]:
     from importlib import metadata
 
     found = {"torch": torch.__version__}
-    for package in (
-        *("accelerate", "lightning", "transformers", "torchtitan", "ai2-olmo-core"),
-        "torch_checkpointing",
-    ):
+    packages = "accelerate", "lightning", "transformers", "torchtitan", "ai2-olmo-core"
+    for package in (*packages, "torch_checkpointing"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -809,9 +805,8 @@ def main() -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         try:
-            mp.start_processes(
-                run, (name, arguments.out, port), CASES[name].ranks, start_method="fork"
-            )
+            about = name, arguments.out, port
+            mp.start_processes(run, about, CASES[name].ranks, start_method="fork")
         except Exception as error:
             print(f"{name}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
             shutil.rmtree(arguments.out / name, ignore_errors=True)

@@ -92,9 +92,7 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": self.rows[i], "labels": labels}
 
 
-def states_of(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-) -> dict[str, torch.Tensor | float]:
+def states_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """The live states, by state and name; `names` by the parameter's id."""
     found: dict[str, Any] = {}
     for param, state in optimizer.state.items():
@@ -127,9 +125,8 @@ def stored_truth(
     names = {id(param): first.get(param.data_ptr(), name) for name, param in params.items()}
     shapes = {names[id(param)]: param.shape for param in params.values()}
     numbers = {name: torch.full(shape, i) for i, (name, shape) in enumerate(shapes.items())}
-    of = {
-        name: list(shapes)[number.view(-1)[0]] for name, number in as_stored(model, numbers).items()
-    }
+    order, numbered = list(shapes), as_stored(model, numbers).items()
+    of = {name: order[number.view(-1)[0]] for name, number in numbered}
     truth: dict[str, Any] = {f"param/{k}": tensor for k, tensor in as_stored(model, stored).items()}
     whole: dict[str, dict[str, torch.Tensor]] = {}
     for label, value in states_of(optimizer, names).items():
@@ -252,9 +249,7 @@ def trainer_case(
     return write(out, truth, **about)
 
 
-def next_losses(
-    model: nn.Module, optimizer: torch.optim.Optimizer, n: int
-) -> dict[str, np.ndarray]:
+def next_losses(model: nn.Module, optimizer: torch.optim.Optimizer, n) -> dict[str, np.ndarray]:
     """The losses of further steps, at a constant rate."""
     tokens = torch.from_numpy(np.random.default_rng(7).integers(3, 16, (n, 4, 12)))
     losses: list[float] = []
@@ -460,9 +455,8 @@ def lightning_case(out: Path, kind: str, options: Mapping[str, Any]) -> dict[str
             (x,) = batch
             if kind != "gan":
                 return self.net(x).square().mean()
-            for net, optimizer in zip(
-                (self.generator, self.discriminator), self.optimizers(), strict=True
-            ):
+            nets = self.generator, self.discriminator
+            for net, optimizer in zip(nets, self.optimizers(), strict=True):
                 optimizer.zero_grad()
                 self.manual_backward(net(x).square().mean())
                 optimizer.step()

@@ -15,30 +15,22 @@ from handler_cases import needs_v1
 from jax_ucp.handler.at_exit import NotedLoop
 
 WORKER = Path(__file__).parents[1] / "workers" / "ends.py"
-WAYS = [
-    pytest.param("manager"),
-    pytest.param("everywhere", marks=pytest.mark.slow),
-    pytest.param("checkpointer", marks=pytest.mark.slow),
-    pytest.param("v1", marks=needs_v1),
-]
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("everywhere", "checkpointer")]
+WAYS = [pytest.param("manager"), *SLOW, pytest.param("v1", marks=needs_v1)]
 
 
 def ended(root: Path, way: str, how: str) -> tuple[int, list[str]]:
     """The exit code, and what we said."""
     command = [sys.executable, str(WORKER), str(root), way, how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.returncode, [
-        line for line in done.stderr.splitlines() if line.startswith("jax_ucp: ")
-    ]
+    lines = done.stderr.splitlines()
+    return done.returncode, [line for line in lines if line.startswith("jax_ucp: ")]
 
 
-@pytest.mark.parametrize(
-    ("way", "how", "code"),
-    [
-        *(pytest.param(*way.values, "slow", 0, marks=way.marks) for way in WAYS),
-        ("manager", "exits", 3),
-    ],
-)
+@pytest.mark.parametrize(("way", "how", "code"), [
+    *(pytest.param(*way.values, "slow", 0, marks=way.marks) for way in WAYS),
+    ("manager", "exits", 3),
+])  # fmt: skip
 def test_a_save_that_nobody_waited_for_is_finished_and_that_is_said(tmp_path, way, how, code):
     found, said = ended(tmp_path, way, how)
     assert found == code

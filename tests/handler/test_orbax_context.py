@@ -1,10 +1,5 @@
-"""Programs that know nothing of us but the context: Orbax v1 keeps bare pytrees in our format, and
-stock Orbax loads them.
-"""
+"""Orbax v1 keeps bare pytrees in our format by the context alone, and stock Orbax loads them."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import jax
@@ -19,6 +14,7 @@ from orbax.checkpoint import v1
 import jax_ucp as ucp
 from handler_cases import MESH, OTHER, abstract, check, needs_v1, stock_warns, tree
 from jax_ucp.errors import TreeMismatch
+from programs import python
 
 pytestmark = needs_v1
 
@@ -147,9 +143,9 @@ def test_programs_without_us_load_what_was_saved(tmp_path):
             print(found["w"].sharding.spec, found["step"], "jax_ucp" in sys.modules)
             print(numpy.asarray(found["w"]).tobytes().hex())
     """)
-    done = subprocess.run([sys.executable, "-c", stock], capture_output=True, text=True, check=True)
+    printed = python("-c", stock)
     want = np.asarray(tree()["params"]["w"]).tobytes().hex()
-    assert done.stdout.split("\n")[:2] == ["P('data', 'model') 3 False", want]
+    assert printed.split("\n")[:2] == ["P('data', 'model') 3 False", want]
 
 
 def test_a_context_of_ours_loads_what_stock_orbax_saved(tmp_path):
@@ -158,10 +154,8 @@ def test_a_context_of_ours_loads_what_stock_orbax_saved(tmp_path):
         check(v1.load(tmp_path / "stock"), tree()["params"])
 
 
-ORDERS = {
-    "us first": "import jax_ucp as ucp\nfrom orbax.checkpoint import v1\n",
-    "orbax first": "from orbax.checkpoint import v1\nimport jax_ucp as ucp\n",
-}
+OURS, ORBAX = "import jax_ucp as ucp\n", "from orbax.checkpoint import v1\n"
+ORDERS = {"us first": OURS + ORBAX, "orbax first": ORBAX + OURS}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -171,18 +165,12 @@ def test_importing_is_enough_whatever_the_order(tmp_path, order):
         manager.save_checkpointables(0, {{"m": ucp.args.Save({{"n": 3}})}})
         print(manager.load_checkpointables(0, {{"m": ucp.args.Restore()}}))
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "{'m': {'n': 3}}"
+    assert python("-c", program).strip() == "{'m': {'n': 3}}"
 
 
 def test_importing_us_brings_in_neither_jax_nor_orbax():
     program = "import jax_ucp, sys; print('jax' in sys.modules, 'orbax' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False False"
+    assert python("-c", program).strip() == "False False"
 
 
 def test_devices_that_are_not_here_are_asked_for(tmp_path):
@@ -197,13 +185,6 @@ def test_devices_that_are_not_here_are_asked_for(tmp_path):
         except TreeMismatch as error:
             print(error)
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
-    )
-    assert (
-        "w was saved on a mesh of {'data': 4, 'model': 2}, not all of whose devices" in done.stdout
-    )
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    words = "w was saved on a mesh of {'data': 4, 'model': 2}, not all of whose devices"
+    assert words in python("-c", program, env=env)

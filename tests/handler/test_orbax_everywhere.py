@@ -139,12 +139,9 @@ def test_a_checkpointer_with_a_context_of_its_own_keeps_our_format(tmp_path, in_
 def test_what_a_partial_load_lacks_stays_as_the_target_has_it(tmp_path):
     from orbax.checkpoint import v1
 
-    target = {
-        "w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(MESH, P("data"))),
-        "rngs": jax.ShapeDtypeStruct((2,), jnp.uint32),
-        "head": jnp.ones(3),
-        "left": ...,
-    }
+    rows = NamedSharding(MESH, P("data"))
+    target = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=rows), "left": ...}
+    target |= {"rngs": jax.ShapeDtypeStruct((2,), jnp.uint32), "head": jnp.ones(3)}
     with ucp.orbax_everywhere():
         v1.save(tmp_path / "s", {"w": jnp.arange(8.0), "left": jnp.ones(2), "other": jnp.ones(2)})
         assert (tmp_path / "s" / "state" / "ucp.json").is_file()

@@ -36,9 +36,8 @@ def test_calls_that_say_stock_arguments_of_v0_are_ours_by_a_registry(tmp_path, k
         check(restored(restore()))
         check(restored(restore(abstract(OTHER, P("data")))))
         metadata = manager.item_metadata(0)["model"]
-        assert metadata.tree["params"]["w"].sharding.to_jax_sharding() == NamedSharding(
-            MESH, P("data", "model")
-        )
+        sharding = metadata.tree["params"]["w"].sharding.to_jax_sharding()
+        assert sharding == NamedSharding(MESH, P("data", "model"))
         check(restored(restore(metadata)))
     with ocp.CheckpointManager(tmp_path) as stock:
         check(stock.restore(0, args=ocp.args.Composite(model=ocp.args.PyTreeRestore()))["model"])
@@ -76,9 +75,8 @@ def test_stock_arguments_that_change_values_are_refused(tmp_path, what):
             manager.restore(0, args=REFUSED[what])
 
 
-CAST = ocp.args.PyTreeSave(
-    {"w": jnp.arange(4.0)}, save_args={"w": ocp.SaveArgs(dtype=np.dtype(np.float16))}
-)
+HALF = ocp.SaveArgs(dtype=np.dtype(np.float16))
+CAST = ocp.args.PyTreeSave({"w": jnp.arange(4.0)}, save_args={"w": HALF})
 NOTED = ocp.args.StandardSave({"w": jnp.arange(4.0)}, custom_metadata={"a": 1})
 
 

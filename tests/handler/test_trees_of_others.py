@@ -75,9 +75,11 @@ def test_modules_of_equinox_are_trees(tmp_path):
     x = jnp.arange(8.0)
     np.testing.assert_array_equal(eqx.combine(found, static)(x), model(x))
     sharding = NamedSharding(OTHER, P())
-    target = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays
-    )
+
+    def like(a):
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    target = jax.tree.map(like, arrays)
     moved = ucp.open(tmp_path / "0" / "model").restore(target)
     assert moved.layers[0].weight.sharding == sharding
 
@@ -87,9 +89,8 @@ def test_models_of_penzai_are_trees(tmp_path):
     pz = pytest.importorskip("penzai.pz")
     from penzai.models import simple_mlp
 
-    model = simple_mlp.MLP.from_config(
-        name="mlp", init_base_rng=jax.random.key(0), feature_sizes=[8, 16, 4]
-    )
+    how = {"init_base_rng": jax.random.key(0), "feature_sizes": [8, 16, 4]}
+    model = simple_mlp.MLP.from_config(name="mlp", **how)
     _, values = pz.unbind_params(model, freeze=True)
     found = v1_round_trip(tmp_path, values, values)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(values), strict=True):

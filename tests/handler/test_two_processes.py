@@ -13,9 +13,7 @@ SECONDS = {"quick": 150, "all": 500}  # some ten times what they take alone on a
 
 @pytest.fixture(scope="module")
 def said(request, tmp_path_factory) -> list[dict]:
-    """What each process met, of all that is tried in the slow lane. Those that wait for one another
-    for long are ended.
-    """
+    """What each process met, of all that is tried in the slow lane; who waits long is ended."""
     how = "all" if not request.config.option.markexpr else "quick"
     arguments = "handlers.py", tmp_path_factory.mktemp(how), how
     return [json.loads(each) for each in said_by(2, *arguments, seconds=SECONDS[how])]
@@ -51,11 +49,9 @@ def test_processes_of_different_versions_save_and_read_nothing_together_and_say_
     for rank, each in enumerate(said):
         found = each["versions"]
         assert found["saved"].startswith("SaveFailed")
-        assert "process 1 has the version of jax_ucp as 0.0.1, process 0 as " in found["saved"], (
-            found["saved"]
-        )
+        words = "process 1 has the version of jax_ucp as 0.0.1, process 0 as "
+        assert words in found["saved"], found["saved"]
         for what in ("opened", "restored"):
-            assert found[what].startswith(
-                f"TreeMismatch: processes [{1 - rank}] have another version of jax_ucp than this"
-            ), found[what]
+            words = f"TreeMismatch: processes [{1 - rank}] have another version of jax_ucp"
+            assert found[what].startswith(words), found[what]
         assert found["whole"] == []

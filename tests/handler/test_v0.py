@@ -3,8 +3,6 @@ drives us.
 """
 
 import shutil
-import subprocess
-import sys
 import textwrap
 
 import jax
@@ -18,8 +16,10 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from handler_cases import MESH, NUMBERS, OTHER, abstract, check, needs_v1, stock_warns, tree
+from helpers import faults_of
 from hostile.files import resealed, without_crcs
 from jax_ucp.errors import CorruptData
+from programs import python
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,7 @@ def test_stock_reads_it_where_jax_ucp_cannot_be_imported(ours):
             tree = manager.restore(5)
         print(tree["step"], np.asarray(tree["params"]["w"]).tobytes().hex())
     """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    out = python("-W", "ignore", "-c", textwrap.dedent(program))
     assert out.split() == ["3", np.asarray(tree()["params"]["w"]).tobytes().hex()]
 
 
@@ -121,7 +120,7 @@ def test_a_conversion_of_a_stock_checkpoint_is_the_same_tree_and_verifiable(tmp_
     ocp.PyTreeCheckpointer().save(tmp_path / "step", tree())
     converted = ucp.open(tmp_path / "step").save(tmp_path / "converted")
     check(converted.restore())
-    assert [fault for _, fault in converted.verify() if fault] == []
+    assert faults_of(converted) == []
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -131,16 +130,14 @@ def test_the_manager_keeps_the_last_steps_beside_items_of_other_kinds(tmp_path, 
     with ocp.CheckpointManager(tmp_path, item_handlers=handlers, options=options) as manager:
         for step in range(4):
             state = {"w": jnp.full(4, step, jnp.float32)}
-            args = ocp.args.Composite(
-                state=ucp.args.Save(state), config=ocp.args.JsonSave({"step": step})
-            )
+            config = ocp.args.JsonSave({"step": step})
+            args = ocp.args.Composite(state=ucp.args.Save(state), config=config)
             assert manager.save(step, args=args)
         manager.wait_until_finished()
         assert manager.all_steps() == [2, 3]
         target = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
-        args = ocp.args.Composite(
-            state=ucp.args.Restore(target, mesh=MESH), config=ocp.args.JsonRestore()
-        )
+        mine = ucp.args.Restore(target, mesh=MESH)
+        args = ocp.args.Composite(state=mine, config=ocp.args.JsonRestore())
         got = manager.restore(3, args=args)
         assert got["config"] == {"step": 3}
         np.testing.assert_array_equal(got["state"]["w"], np.full(4, 3, np.float32))
@@ -174,23 +171,16 @@ def test_a_checkpoint_of_ours_without_its_ucp_json_is_not_taken_for_one_of_orbax
     shutil.copytree(ours / "5", tmp_path / "5")
     (tmp_path / "5" / "default" / "ucp.json").unlink()
     for path in (tmp_path / "5", tmp_path / "5" / "default"):
-        with pytest.raises(
-            ucp.errors.NotACheckpoint, match=r"a universal checkpoint without its ucp\.json"
-        ):
+        words = r"a universal checkpoint without its ucp\.json"
+        with pytest.raises(ucp.errors.NotACheckpoint, match=words):
             ucp.open(path)
 
 
 def test_a_manager_compares_all_that_is_restored_where_it_is_told_to(tmp_path):
-    """The digests of whole chunks, also where it is not recorded of the inner ones what they
-    were.
-    """
+    """Digests of whole chunks, also where it is not recorded what the inner ones were."""
     with ocp.CheckpointManager(tmp_path, item_handlers=ucp.CheckpointHandler()) as manager:
-        manager.save(
-            0,
-            args=ucp.args.Save(
-                {name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}
-            ),
-        )
+        arrays = {name: np.full((64, 64), i, np.float32) for i, name in enumerate("ab")}
+        manager.save(0, args=ucp.args.Save(arrays))
         manager.wait_until_finished()
         a, b = (next(tmp_path.glob(f"0/**/{name}/c*")) for name in "ab")
         resealed(a.parents[1], without_crcs)

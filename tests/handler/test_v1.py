@@ -1,6 +1,4 @@
-"""Orbax v1 drives us, sync and async, beside items of its own; stock v1 and v0 read what it then
-wrote.
-"""
+"""Orbax v1 drives us, sync and async, beside its own items; stock v1 and v0 read the result."""
 
 import threading
 from collections import Counter
@@ -17,6 +15,7 @@ from orbax.checkpoint import v1
 
 import jax_ucp as ucp
 from handler_cases import MESH, OTHER, abstract, check, needs_v1, stock_warns, tree
+from helpers import faults_of
 from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.universal.store import ZarrStore
 
@@ -35,17 +34,15 @@ def save(path, asynchronous: bool) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_v1_saves_it_loads_on_another_mesh_beside_items_of_its_own(tmp_path, asynchronous):
     save(tmp_path / "step", asynchronous)
-    found = v1.load_checkpointables(
-        tmp_path / "step", {"model": ARGS.Restore(mesh=OTHER), "config": None}
-    )
+    targets = {"model": ARGS.Restore(mesh=OTHER), "config": None}
+    found = v1.load_checkpointables(tmp_path / "step", targets)
     check(found["model"])
     assert found["model"]["params"]["w"].sharding == NamedSharding(OTHER, P("data", "model"))
     target = abstract(MESH, P("data"))
     found = v1.load_checkpointables(tmp_path / "step", {"model": ARGS.Restore(target)})
-    assert found["model"]["params"]["w"].sharding.is_equivalent_to(
-        NamedSharding(MESH, P("data")), 2
-    )
-    assert [fault for _, fault in ucp.open(tmp_path / "step" / "model").verify() if fault] == []
+    sharding = found["model"]["params"]["w"].sharding
+    assert sharding.is_equivalent_to(NamedSharding(MESH, P("data")), 2)
+    assert faults_of(ucp.open(tmp_path / "step" / "model")) == []
 
 
 def test_an_async_save_of_v1_has_its_own_copy_of_the_data(tmp_path):
@@ -53,9 +50,8 @@ def test_an_async_save_of_v1_has_its_own_copy_of_the_data(tmp_path):
     x = jax.device_put(np.zeros((64, 64), np.float32), NamedSharding(MESH, P("data", "model")))
     saves = []
     for i in range(3):
-        saves.append(
-            v1.save_checkpointables_async(tmp_path / str(i), {"model": ARGS.Save({"x": x})})
-        )
+        args = {"model": ARGS.Save({"x": x})}
+        saves.append(v1.save_checkpointables_async(tmp_path / str(i), args))
         x = step(x)
     for i, each in enumerate(saves):
         each.result()
@@ -128,19 +124,14 @@ def test_a_budget_bounds_what_a_save_and_a_load_have_in_flight(
     tmp_path, in_flight, budget_bytes, at_once
 ):
     want = {f"w{i}": jnp.full((800, 1000), i, jnp.float32) for i in range(6)}
-    v1.save_checkpointables(
-        tmp_path / "step", {"model": ARGS.Save(want, budget_bytes=budget_bytes)}
-    )
-    found = v1.load_checkpointables(
-        tmp_path / "step", {"model": ARGS.Restore(budget_bytes=budget_bytes)}
-    )
+    args = {"model": ARGS.Save(want, budget_bytes=budget_bytes)}
+    v1.save_checkpointables(tmp_path / "step", args)
+    args = {"model": ARGS.Restore(budget_bytes=budget_bytes)}
+    found = v1.load_checkpointables(tmp_path / "step", args)
     check(found["model"], want)
-    with ocp.CheckpointManager(
-        tmp_path / "v0", item_handlers=ucp.CheckpointHandler(budget_bytes=1 << 40)
-    ) as manager:
+    handler = ucp.CheckpointHandler(budget_bytes=1 << 40)
+    with ocp.CheckpointManager(tmp_path / "v0", item_handlers=handler) as manager:
         manager.save(0, args=ARGS.Save(want, budget_bytes=budget_bytes))
         check(manager.restore(0, args=ARGS.Restore(budget_bytes=budget_bytes)), want)
-    assert {name: min(most, 2) for name, most in in_flight.items()} == {
-        "write": at_once,
-        "read_into": at_once,
-    }
+    at_most_two = {name: min(most, 2) for name, most in in_flight.items()}
+    assert at_most_two == {"write": at_once, "read_into": at_once}

@@ -1,6 +1,4 @@
-"""Checkpoints that say what no writer says, and a limit on the memory that reading them may
-take.
-"""
+"""Checkpoints that say what no writer says, and a limit on the memory of reading them."""
 
 import contextlib
 import json
@@ -30,9 +28,7 @@ def saved(path: Path, tree: Any) -> Path:
 
 
 def resealed(path: Path, change: Callable[[Any], Any]) -> Path:
-    """The universal checkpoint, with what `change` makes of its `ucp.json`, under the digest
-    that is right for it.
-    """
+    """The universal checkpoint with another `ucp.json`, under the digest that is right for it."""
     file = path / "ucp.json"
     content = json.loads(file.read_bytes())
     content = change(content) or content
@@ -80,33 +76,17 @@ def changed_json(file: Path, change: Callable[[Any], Any]) -> None:
 
 
 def plain_stock(path: Path, arrays: Mapping[str, dict[str, Any]], **about: Any) -> Path:
-    """A checkpoint as stock Orbax v0 writes it without OCDBT; of each array the metadata of zarr
-    v2, and no chunk.
-    """
+    """A checkpoint of stock Orbax v0 without OCDBT: each array's zarr v2 metadata, no chunk."""
     path.mkdir(parents=True)
-    entries = {
-        str((name,)): {
-            "key_metadata": [{"key": name, "key_type": 2}],
-            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
-        }
-        for name in arrays
-    }
-    content = {
-        "tree_metadata": entries,
-        "use_ocdbt": False,
-        "use_zarr3": False,
-        "custom_metadata": None,
-        **about,
-    }
+    value = {"value_type": "np.ndarray", "skip_deserialize": False}
+    keys = {name: [{"key": name, "key_type": 2}] for name in arrays}
+    entries = {str((n,)): {"key_metadata": k, "value_metadata": {**value}} for n, k in keys.items()}
+    content = {"tree_metadata": entries, "use_ocdbt": False, "use_zarr3": False}
+    content |= {"custom_metadata": None, **about}
     (path / "_METADATA").write_text(json.dumps(content))
     for name, metadata in arrays.items():
-        usual = {
-            "zarr_format": 2,
-            "order": "C",
-            "filters": None,
-            "fill_value": 0,
-            "compressor": {"id": "zstd", "level": 1},
-        }
+        usual = {"zarr_format": 2, "order": "C", "filters": None, "fill_value": 0}
+        usual["compressor"] = {"id": "zstd", "level": 1}
         usual |= {"dtype": "<f4", "dimension_separator": "."}
         (path / name).mkdir(parents=True)
         (path / name / ".zarray").write_text(json.dumps(usual | metadata))
@@ -115,18 +95,10 @@ def plain_stock(path: Path, arrays: Mapping[str, dict[str, Any]], **about: Any) 
 
 def write_zarr(folder: Path, data: np.ndarray, **metadata: Any) -> None:
     """An array of zarr v2."""
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": f"{folder}/"},
-        "create": True,
-        "open": True,
-    }
-    about = {
-        "shape": list(data.shape),
-        "dtype": data.dtype.str,
-        "chunks": list(data.shape),
-        **metadata,
-    }
+    store = {"driver": "file", "path": f"{folder}/"}
+    spec = {"driver": "zarr", "kvstore": store, "create": True, "open": True}
+    about = {"shape": list(data.shape), "dtype": data.dtype.str}
+    about |= {"chunks": list(data.shape), **metadata}
     ts.open({**spec, "metadata": about}).result().write(data).result()
 
 
@@ -142,20 +114,9 @@ def write_database(folder: Path, values: dict[str, bytes], file: str = "data") -
     (folder / MANIFEST_FILE).write_bytes(manifest)
 
 
-def tree_of_files(path: Path) -> dict[str, bytes]:
-    """Every file below a directory, with its bytes."""
-    return {
-        str(file.relative_to(path)): file.read_bytes()
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
-    }
-
-
 @contextlib.contextmanager
 def little_memory(nbytes: int = MEMORY_BYTES) -> Iterator[None]:
-    """At most so many bytes more than the process has now: what asks for others gets a
-    MemoryError.
-    """
+    """At most so many bytes more than the process has now: else there is a MemoryError."""
     if sys.platform != "linux":
         yield
         return

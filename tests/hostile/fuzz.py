@@ -103,9 +103,8 @@ FORBIDDEN = {
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 Read = Callable[[], object]
-ONE_DEVICE = jax.sharding.NamedSharding(
-    jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec()
-)
+ONE = jax.make_mesh((1,), ("data",))
+ONE_DEVICE = jax.sharding.NamedSharding(ONE, jax.sharding.PartitionSpec())
 
 
 def _place(event: str, args: tuple[Any, ...]) -> object:
@@ -205,9 +204,7 @@ def read_merged(base: Path, adapter: Path) -> None:
 
 
 def read_ours(path: Path, target: Path) -> None:
-    """All that is done with a checkpoint that has a tree: it is read, planned, restored,
-    exported, and copied.
-    """
+    """All that is done with a checkpoint of a tree: read, plan, restore, export, copy."""
     checkpoint = ucp.open(path)
     read_folder(path)
     checkpoint.plan_save(1 << 16)
@@ -228,9 +225,7 @@ def renaming_nothing(checkpoint: ucp.Checkpoint) -> Mapping:
 
 
 def run_command(path: Path, target: Path, command: str) -> None:
-    """A command, which ends with a message for a person: no traceback, and nothing that a
-    terminal obeys.
-    """
+    """A command ends with a message for a person: no traceback, nothing terminals obey."""
     more = {"inspect": ["--all"], "diff": [str(path)], "report": ["-o", f"{target}.html"]}
     more |= {"convert": [str(target)], "export": [str(target)]}
     result = invoke(command, path, *more.get(command, []))
@@ -287,9 +282,7 @@ class Targets:
         return folder / "ckpt" if (folder / "ckpt").is_dir() else folder
 
     def _dcp(self) -> dict[str, tuple[str, int, int]]:
-        """A DCP checkpoint of a tensor in two chunks and an object; where each of its items
-        lies.
-        """
+        """A DCP checkpoint of a tensor in two chunks and an object, and where its items lie."""
         file, items = b"", dict[str, tuple[str, int, int]]()
         stored = {"w0": (inputs.tensor("0", (2, 3)), 24), "w1": (inputs.tensor("0", (3, 3)), 36)}
         for name, (tree, nbytes) in (stored | {"epoch": ({"epoch": 3}, 0)}).items():
@@ -304,9 +297,7 @@ class Targets:
         return items
 
     def _ours(self, name: str, pack_from: int) -> Path:
-        """A universal checkpoint with leaves of every kind; its small arrays in a pack, if there
-        are so many.
-        """
+        """A universal checkpoint with leaves of every kind; small arrays, if many, in a pack."""
         param = {"w": np.arange(24, dtype=np.float32).reshape(6, 4), "b": np.ones(3, np.int8)}
         on_device = jax.device_put(np.arange(4.0, dtype=np.float32), ONE_DEVICE)
         other = [on_device, {"step": 3, "rate": 0.5}, np.float32(1), True, 1j, "text", None, {}, ()]
@@ -319,9 +310,7 @@ class Targets:
         return self.work / name
 
     def _imported(self) -> Path:
-        """A universal checkpoint with extras, groups and a source, and one that a mapping has
-        made.
-        """
+        """A universal checkpoint with extras, groups and a source, and one made by a mapping."""
         checkpoint = ucp.open(DATA / "deepspeed/tp2_dp1_z1_fp32_gqa")
         return Path(checkpoint.map(renaming_nothing(checkpoint)).save(self.work / "imported").path)
 
@@ -332,9 +321,7 @@ class Targets:
         return Path(mapped.link(self.work / "linked", checksum=True).path)
 
     def _model(self, name: str) -> Path:
-        """A universal checkpoint of parameters and moments only, which can be mapped and
-        exported.
-        """
+        """A universal checkpoint of parameters and moments only, to be mapped and exported."""
         tree, path = ucp.open(self.work / name).restore(), self.work / f"{name}_model"
         ucp.CheckpointHandler().save(path, ucp.args.Save({state: tree[state] for state in STATES}))
         return path
@@ -354,9 +341,7 @@ class Targets:
         return read or (lambda: read_ours(path, self.target))
 
     def universal(self, rng: Random) -> Read:
-        """A universal checkpoint whose `ucp.json` says something else, under the right digest;
-        or another file does.
-        """
+        """A universal checkpoint of which a file says something else, under the right digest."""
         folder = rng.choice(self.ours)
         path, change = folder / "ucp.json", inputs.spoilt_metadata
         if rng.random() > 0.85:
@@ -365,9 +350,7 @@ class Targets:
         return self._done(rng, folder)
 
     def orbax(self, rng: Random) -> Read:
-        """A checkpoint of stock Orbax, of which one file says something else, or the database
-        has other entries.
-        """
+        """A checkpoint of stock Orbax, of which one file or the database says something else."""
         folder = rng.choice(self.stock)
         if rng.random() < 0.3:
             return self._done(rng, self._database(rng, rng.choice(self.databases)))
@@ -487,9 +470,7 @@ class Targets:
         return lambda: read_folder(folder, dequantize=False)
 
     def quantized(self, rng: Random) -> Read:
-        """Weights as libraries of quantisation write them, of which the header, the config or the
-        bytes lie.
-        """
+        """Weights as libraries of quantisation write them; header, config or bytes lie."""
         case, folder = rng.choice(self.quantized_cases), self.work / "quantized"
         whole = [(case / name).read_bytes() for name in QUANTIZED_FILES]
         for name, data in zip(QUANTIZED_FILES, inputs.quantized_files(rng, *whole), strict=True):

@@ -136,9 +136,8 @@ OPERANDS += [b"h\x03h\x01", b"h\x03h\x02", b"h\x03", b"h\x03Nh\x01", b"}h\x01", 
 OPERANDS += [b"](h\x01", b"]h\x01", b"\x8f(h\x01", b"h\x01N\x86", b"X\1\0\0\0ah\x01"]
 OPERANDS += [text("a") + text("b"), name("a.B") + b")", name("a.B") + b"h\x02"]
 OPERANDS += [name("a.B") + b")R}", name("a.B") + b")Rh\x01"]
-OPERANDS.append(
-    b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\x04t"
-)
+KIND = name("torch.FloatStorage")
+OPERANDS.append(b"(" + text("storage") + KIND + text("0") + text("cpu") + b"K\x04t")
 
 
 def opcode_inputs() -> dict[str, Make]:
@@ -393,9 +392,8 @@ GGUF = {
 
 def dcp(rows: int) -> bytes:
     """A table of a tensor in so many chunks."""
-    files = {f"w{i}": ("__0_0.distcp", i, 1) for i in range(rows)} | {
-        "epoch": ("__0_0.distcp", 0, 1)
-    }
+    files = {f"w{i}": ("__0_0.distcp", i, 1) for i in range(rows)}
+    files["epoch"] = "__0_0.distcp", 0, 1
     return inputs.pickled(inputs.dcp_metadata(files, (rows, 3), (1,) * rows))
 
 
@@ -467,9 +465,8 @@ def yaml_inputs(section: str) -> dict[str, Make]:
         return f'{section}:\n- param: w\n  axes: "{deep}"\n'.encode()
 
     def sums(size: int) -> bytes:
-        return b"sizes:\n" + b"".join(
-            b"  s%d: %sa\n" % (i, b"a + " * 2_000) for i in range(size // 8_000)
-        )
+        lines = (b"  s%d: %sa\n" % (i, b"a + " * 2_000) for i in range(size // 8_000))
+        return b"sizes:\n" + b"".join(lines)
 
     rule = "- param: a{i}.b%(i)05d\n  leaf: x{i}.b%(i)05d"
     return {
@@ -606,9 +603,8 @@ def trimmed() -> None:
 
 
 def _status(key: str) -> int:
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
-    )
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(key))
     return int(line.split()[1]) << 10
 
 
@@ -678,9 +674,8 @@ def run(names: list[str], seed: int = 0, sample: int = 0) -> int:
                 if said:
                     faults += 1
                     print(f"{title}: {kind:.200}: {said}", flush=True)
-            print(
-                f"{title:14} {len(chosen):>6} inputs, {time.monotonic() - begin:.0f} s", flush=True
-            )
+            seconds = time.monotonic() - begin
+            print(f"{title:14} {len(chosen):>6} inputs, {seconds:.0f} s", flush=True)
     print(f"{measured} inputs, {faults} faults")
     return faults
 

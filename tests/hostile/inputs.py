@@ -233,9 +233,7 @@ _DEPTH = {b"R": -1, b"\x81": -1, b"b": -1, b"\x93": -1, b"\x86": -1, b"s": -2, b
 
 
 def opcode(rng: Random) -> bytes:
-    """Any opcode of any protocol with some argument, those that make objects and calls more
-    often.
-    """
+    """Any opcode of any protocol with some argument, mostly those that make objects and calls."""
     often = rng.random()
     if often < 0.05:
         return rng.choice(CALLS)
@@ -306,9 +304,7 @@ def zip_records(
     deflated: bool = False,
     extra: bytes = b"",
 ) -> list[Header | bytes]:
-    """A zip file as torch writes them; `wide` with lengths of 64 bits, and each member with an
-    `extra` field.
-    """
+    """A zip file as torch writes them; `wide` with 64-bit lengths, members with an `extra`."""
     local, central, at = list[Header | bytes](), list[Header | bytes](), 0
     for name, data in members:
         raw = zlib.compress(data, 9)[2:-4] if deflated else data
@@ -378,7 +374,7 @@ HEADER = {
 }
 INDEX = {
     "metadata": {"total_size": 34},
-    "weight_map": {"a.weight": "model.safetensors", "b": "model.safetensors"},
+    "weight_map": dict.fromkeys(("a.weight", "b"), "model.safetensors"),
 }
 CONFIG = {
     "model_type": "toy",
@@ -394,9 +390,7 @@ def json_text(value: Any, **more: Any) -> bytes:
 
 
 def safetensors_file(rng: Random) -> bytes:
-    """Two tensors and metadata, of which the header may lie, be no JSON, or have another length
-    than it says.
-    """
+    """Two tensors and metadata, whose header may lie, be no JSON, or have another length."""
     header: Any = HEADER
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
         header = spoilt(rng, header)
@@ -504,11 +498,8 @@ def gguf_file(rng: Random) -> bytes:
         match rng.randrange(6):
             case 0:
                 added = "general.alignment", "split.count", "llama.expert_count"
-                key, integer, text = (
-                    rng.choice([*values, *added]),
-                    rng.choice(COUNTS),
-                    rng.choice(TEXTS),
-                )
+                key, integer = rng.choice([*values, *added]), rng.choice(COUNTS)
+                text = rng.choice(TEXTS)
                 number = rng.choice([math.nan, math.inf, -5.0, 1e300])
                 others = ("u64", integer), ("str", text), (["i64"], [integer]), ("f64", number)
                 values[key] = rng.choice(others)
@@ -551,17 +542,13 @@ def dcp_metadata(
         return made("metadata.MetadataIndex", said), made("filesystem._StorageInfo", at)
 
     starts = [sum(rows[:i]) for i in range(len(rows))]
-    boxes = [
-        {"offsets": size(a, 0), "sizes": size(n, shape[1])}
-        for a, n in zip(starts, rows, strict=True)
-    ]
+    spans = zip(starts, rows, strict=True)
+    boxes = [{"offsets": size(a, 0), "sizes": size(n, shape[1])} for a, n in spans]
     layout = Made(f"{DCP}metadata._MEM_FORMAT_ENCODING", None, (0,), True)
     properties = Global("torch.float32"), "strided", False, layout, False
-    about = {
-        "properties": made("metadata.TensorProperties", properties),
-        "size": size(*shape),
-        "chunks": [made("metadata.ChunkStorageMetadata", box) for box in boxes],
-    }
+    chunks = [made("metadata.ChunkStorageMetadata", box) for box in boxes]
+    about = {"properties": made("metadata.TensorProperties", properties), "size": size(*shape)}
+    about["chunks"] = chunks
     epoch = made("metadata.BytesStorageMetadata", {})
     stored = [entry("w", size(a, 0), i) for i, a in enumerate(starts)]
     tables = {
@@ -604,9 +591,7 @@ def spoilt_json(rng: Random, data: bytes) -> bytes:
 
 
 def spoilt_metadata(rng: Random, data: bytes) -> bytes:
-    """A `ucp.json` that says something else, with the digest of what it says, as whoever writes
-    one can give it.
-    """
+    """A `ucp.json` that says something else, with the digest of what it says."""
     data = spoilt_json(rng, data)
     bare = re.sub(rb'"digest":"[^"]*"}$', b'"digest":""}', data)
     return sealed(bare) if bare.endswith(b'""}') else data

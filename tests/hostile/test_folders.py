@@ -64,9 +64,8 @@ class Copy:
 
     def kinds_of_files(self) -> list[Path]:
         """One file of each kind of name, of those that have bytes and are the checkpoint's."""
-        return _one_of_each_kind(
-            x for x in self.folder.rglob("*") if x.is_file() and x.stat().st_size
-        )
+        files = [x for x in self.folder.rglob("*") if x.is_file()]
+        return _one_of_each_kind(x for x in files if x.stat().st_size)
 
     def kinds_of_folders(self) -> list[Path]:
         return _one_of_each_kind(path for path in self.folder.rglob("*") if path.is_dir())

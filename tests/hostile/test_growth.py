@@ -55,7 +55,6 @@ READERS = {
     "linear": (bytes.split, None),
     "refused": (refuses, None),
     "copies": (copies, "memory grows faster|too large"),
-    "compares": (compares, "time grows faster"),
 }
 
 

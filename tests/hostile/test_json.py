@@ -75,9 +75,7 @@ def refusal(path: Path, command: str) -> str:
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("kind", FILES)
-def test_a_value_that_no_writer_writes_is_carried_or_refused_by_every_command(
-    tmp_path, kind, value
-):
+def test_a_value_that_nobody_writes_is_carried_or_refused_by_every_command(tmp_path, kind, value):
     folder, file = copy_of(tmp_path, kind)
     file.write_bytes(with_value(file.read_bytes(), VALUES[value]))
     for command in COMMANDS:

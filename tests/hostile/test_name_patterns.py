@@ -1,6 +1,4 @@
-"""Patterns that come out of files match what Python's `re.match` matches, in bounded time, or
-are refused.
-"""
+"""Patterns out of files match what Python's `re.match` does, in bounded time, or are refused."""
 
 import re
 import shutil
@@ -151,10 +149,11 @@ def test_a_checkpoint_with_a_slow_pattern_is_opened_or_refused_and_exported(tmp_
     """The export says anew how a parameter is cut, by the same patterns."""
     shutil.copytree(CASE, tmp_path / "c")
     for file in (tmp_path / "c").rglob("mp_rank_*_model_states.pt"):
-        torch_writer.rewrite(
-            file,
-            lambda name, data: _with_pattern(data, pattern) if name.endswith("data.pkl") else data,
-        )
+
+        def other(name: str, data: bytes) -> bytes:
+            return _with_pattern(data, pattern) if name.endswith("data.pkl") else data
+
+        torch_writer.rewrite(file, other)
     with pytest.raises(FormatError, match="patterns that match no parameter"):
         ucp.open(tmp_path / "c")
     out = ucp.open(CASE).save(tmp_path / "ours")
@@ -170,6 +169,5 @@ def _with_pattern(pickled: bytes, pattern: str) -> bytes:
     start = pickled.index(b"X", at)
     length = int.from_bytes(pickled[start + 1 : start + 5], "little")
     new = pattern.encode()
-    return (
-        pickled[: start + 1] + len(new).to_bytes(4, "little") + new + pickled[start + 5 + length :]
-    )
+    length_of_new = len(new).to_bytes(4, "little")
+    return pickled[: start + 1] + length_of_new + new + pickled[start + 5 + length :]

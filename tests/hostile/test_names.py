@@ -1,6 +1,4 @@
-"""No name in a checkpoint, and no link, leads out of it: neither what is read nor what is
-written.
-"""
+"""No name in a checkpoint, and no link, leads out of it, for reads or for writes."""
 
 import os
 import shutil
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from commands import run
+from helpers import faults_of, tree_of_files
 from hostile.files import (
     changed_json,
     renamed,
@@ -20,7 +19,6 @@ from hostile.files import (
     saved,
     stock,
     stock_entry,
-    tree_of_files,
     write_database,
 )
 from jax_ucp.errors import FormatError, UCPError
@@ -89,10 +87,9 @@ def test_a_conversion_of_stock_s_checkpoint_writes_into_its_target_only(
     assert {path.name for path in tmp_path.iterdir()} - {"out"} == {"hostile", "victim"}
     if ocdbt:
         copy = ucp.open(tmp_path / "out")
-        assert [fault for _, fault in copy.verify() if fault] == []
-        np.testing.assert_array_equal(
-            copy.restore()[name], np.arange(24, dtype=np.float32).reshape(6, 4)
-        )
+        assert faults_of(copy) == []
+        want = np.arange(24, dtype=np.float32).reshape(6, 4)
+        np.testing.assert_array_equal(copy.restore()[name], want)
 
 
 def _one_leaf(content: dict, name: str, ocdbt: bool) -> None:
@@ -145,9 +142,8 @@ def test_two_leaves_of_stock_that_share_one_array_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["../victim", "a/b", "..", "", "x" * 300])
 def test_an_export_makes_no_folder_of_such_a_name(tmp_path, victim, name):
     before = tree_of_files(victim)
+    checkpoint = ucp.Checkpoint.of({"param": {name: np.ones(2, np.float32)}})
     with pytest.raises(UCPError, match="is not a name of a folder"):
-        ucp.Checkpoint.of({"param": {name: np.ones(2, np.float32)}}).export(
-            tmp_path / "out", "deepspeed"
-        )
+        checkpoint.export(tmp_path / "out", "deepspeed")
     assert tree_of_files(victim) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["victim"]

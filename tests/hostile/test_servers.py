@@ -243,9 +243,12 @@ def test_one_connection_is_kept_for_requests_that_follow_one_another(tmp_path, m
         path = file_path(f"{address}/file")
         connects: list[object] = []
         connect = socket.create_connection
-        monkeypatch.setattr(
-            socket, "create_connection", lambda *args: connects.append(args) or connect(*args)
-        )
+
+        def noted(*args):
+            connects.append(args)
+            return connect(*args)
+
+        monkeypatch.setattr(socket, "create_connection", noted)
         for _ in range(5):
             assert path.read_range(0, 100) == bytes(100)
         assert (len(connects), counts["GET"]) == (1, 5)

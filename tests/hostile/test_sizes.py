@@ -1,6 +1,4 @@
-"""A small file that says it is large is refused, or costs what its bytes cost: no loop and no
-memory by its word.
-"""
+"""A small file that says it is large is refused, or costs what its bytes cost."""
 
 import json
 import math
@@ -51,9 +49,7 @@ def all_of_it(path: Path) -> None:
             checkpoint.read(leaf.label)
 
 
-def claim(
-    path: Path, shape: list[int], outer: list[int], inner: list[int], digests: int = 1
-) -> Path:
+def claim(path: Path, shape: list[int], outer: list[int], inner: list[int], digests=1) -> Path:
     """A universal checkpoint of six numbers that says it has others."""
 
     def change(content: dict) -> None:
@@ -88,9 +84,7 @@ def test_ours_says_that_a_packed_array_is_elsewhere(tmp_path):
     """Packs, and places in them, that no file has."""
     for number, offset in ((0, 2**62), (2**61, 0), (0, 2**40)):
         path = saved(tmp_path / f"{number}-{offset}", {"a": np.arange(6, dtype=np.float32)})
-        resealed(
-            path, lambda content, at=(number, offset): content["arrays"]["a"].update(places=[at])
-        )
+        resealed(path, lambda text, at=(number, offset): text["arrays"]["a"].update(places=[at]))
         (path / "ucp.pack_0").write_bytes(bytes(28))
         with pytest.raises(UCPError):
             all_of_it(path)
@@ -135,22 +129,17 @@ def test_fill_values_of_a_moderate_size_are_read(tmp_path):
 @pytest.mark.parametrize("compressor", ["zstd", "zlib", "bz2", "blosc"])
 def test_a_chunk_that_inflates_to_more_than_its_size_takes_no_memory_for_it(tmp_path, compressor):
     bomb = np.zeros(1 << 29, np.uint8)  # 512 MiB
-    config = {
-        "id": compressor,
-        **({"cname": "lz4", "clevel": 5, "shuffle": 1} if compressor == "blosc" else {"level": 1}),
-    }
-    path = plain_stock(
-        tmp_path / "c", {"a": {"shape": [6], "chunks": [6], "dtype": "|u1", "compressor": config}}
-    )
+    how = {"cname": "lz4", "clevel": 5, "shuffle": 1} if compressor == "blosc" else {"level": 1}
+    config = {"id": compressor, **how}
+    array = {"shape": [6], "chunks": [6], "dtype": "|u1", "compressor": config}
+    path = plain_stock(tmp_path / "c", {"a": array})
     write_zarr(tmp_path / "big", bomb, compressor=config)
     shutil.copy(tmp_path / "big" / "0", path / "a" / "0")
     with little_memory(256 << 20), pytest.raises(UCPError):
         ucp.open(path).read("a")
 
 
-def test_every_stored_chunk_is_decoded_once_in_a_conversion_however_small_the_budget(
-    tmp_path, monkeypatch
-):
+def test_every_stored_chunk_is_decoded_once_however_small_the_budget(tmp_path, monkeypatch):
     """A device's shard is one chunk to stock; blocks are smaller, and none is of two chunks
     where chunks fit.
     """
@@ -159,9 +148,12 @@ def test_every_stored_chunk_is_decoded_once_in_a_conversion_however_small_the_bu
     write_zarr(path / "a", data, chunks=[2048, 1024])
     opened: list[object] = []
     open_array = ts.open
-    monkeypatch.setattr(
-        ts, "open", lambda *args, **more: opened.append(more) or open_array(*args, **more)
-    )
+
+    def noted(*args, **more):
+        opened.append(more)
+        return open_array(*args, **more)
+
+    monkeypatch.setattr(ts, "open", noted)
     copy = ucp.open(path).save(tmp_path / "out", budget_bytes=1 << 20)
     assert len(opened) == 1 + 2  # once as it is, and once with a cache for each chunk
     np.testing.assert_array_equal(copy.restore()["a"], data)
@@ -179,18 +171,14 @@ class Chunked(MemoryStore):
 
 
 def test_a_plan_counts_the_stored_chunk_that_a_block_is_a_part_of():
-    """Decoded, and before that as it is stored. Blocks of one chunk follow one another, and none
-    is of two.
-    """
+    """Decoded, and as it is stored. Blocks of one chunk follow one another, none is of two."""
     contents = contents_of({"param": {"a": np.zeros((4096, 4096), np.float32)}})
-    chunked = Chunked(
-        {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in contents.leaves}, (4096, 2048)
-    )
+    zeros = {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in contents.leaves}
+    chunked = Chunked(zeros, (4096, 2048))
     plan = plan_copy(replace(contents, arrays=chunked), budget_bytes=1 << 20)
     assert plan.peak_bytes >= 2 * 4096 * 2048 * 4
-    columns = [
-        (block.box.start[1] // 2048, (block.box.stop[1] - 1) // 2048) for block in plan.blocks
-    ]
+    boxes = [block.box for block in plan.blocks]
+    columns = [(box.start[1] // 2048, (box.stop[1] - 1) // 2048) for box in boxes]
     assert columns == sorted(columns)
     assert all(first == last for first, last in columns)
 
@@ -290,10 +278,11 @@ def test_a_tree_that_is_too_deep_is_refused_where_it_is_saved_and_where_it_is_op
         ucp.open(path)
     hostile = stock(tmp_path / "stock")
     keys = [{"key": "a", "key_type": 2}] * 300
-    changed_json(
-        hostile / "_METADATA",
-        lambda c: next(iter(c["tree_metadata"].values())).update(key_metadata=keys),
-    )
+
+    def first(content):
+        return next(iter(content["tree_metadata"].values()))
+
+    changed_json(hostile / "_METADATA", lambda content: first(content).update(key_metadata=keys))
     with pytest.raises(FormatError, match="length <= 256"):
         ucp.open(hostile)
     tree: object = np.ones(2, np.float32)
@@ -304,13 +293,10 @@ def test_a_tree_that_is_too_deep_is_refused_where_it_is_saved_and_where_it_is_op
 
 
 def test_a_stored_chunk_of_a_prime_length_makes_no_chunks_of_single_elements():
-    """A chunk that 100,003 rows were saved in cannot be cut evenly: the copy's chunks do not
-    follow it.
-    """
+    """A chunk of 100,003 rows cannot be cut evenly: the copy's chunks do not follow it."""
     contents = contents_of({"param": {"a": np.zeros((200_006, 3), np.float32)}})
-    chunked = Chunked(
-        {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in contents.leaves}, (100_003, 3)
-    )
+    zeros = {leaf.name: np.zeros(leaf.shape, leaf.dtype) for leaf in contents.leaves}
+    chunked = Chunked(zeros, (100_003, 3))
     (chunks,) = plan_copy(replace(contents, arrays=chunked), budget_bytes=1 << 20).chunks.values()
     assert math.prod(chunks.inner) > 1000
 
@@ -318,10 +304,8 @@ def test_a_stored_chunk_of_a_prime_length_makes_no_chunks_of_single_elements():
 def test_the_devices_of_a_mesh_are_not_listed_for_leaves_without_end(monkeypatch):
     """Stock takes the devices that it has where none are listed."""
     sharding = SavedSharding(("x",), (4,), ("x",), (3, 2, 1, 0))
-    leaves = [
-        Leaf((Key("dict", f"a{i}"),), f"a{i}", "jax", (4,), "float32", sharding=sharding)
-        for i in range(3)
-    ]
+    paths = [(Key("dict", f"a{i}"),) for i in range(3)]
+    leaves = [Leaf(p, p[0].name, "jax", (4,), "float32", sharding=sharding) for p in paths]
     outer = {leaf.name: (4,) for leaf in leaves}
     for most, listed in ((12, True), (11, False)):
         monkeypatch.setattr(orbax_tree, "MAX_DEVICES_LISTED", most)

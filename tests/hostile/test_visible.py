@@ -1,6 +1,4 @@
-"""What is printed of names and paths of others: text, never an order to the terminal, and no
-markup.
-"""
+"""What is printed of others' names and paths: text, no order to the terminal, no markup."""
 
 import json
 import unicodedata

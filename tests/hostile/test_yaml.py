@@ -36,10 +36,8 @@ def test_what_no_person_writes_is_refused(read, text):
 
 
 def test_an_error_quotes_little_of_what_it_refuses():
-    for text in (
-        "shards: [" + "x, " * 300 + "x]",
-        "shards: [{param: a, pattern: {" + "k: 1, " * 1 + "z: [" + "y, " * 900 + "y]}}]",
-    ):
+    deep = "{k: 1, z: [" + "y, " * 900 + "y]}"
+    for text in ("shards: [" + "x, " * 300 + "x]", f"shards: [{{param: a, pattern: {deep}}}]"):
         with pytest.raises(SpecError) as refused:
             parse(text, "hostile.yaml")
         assert max(map(len, str(refused.value).splitlines())) < 1000
@@ -87,9 +85,8 @@ def test_a_source_that_says_no_mapping_is_not_undone(done):
 
 @pytest.mark.parametrize("power", ["999999999", "-9.5"])
 def test_a_power_that_is_no_number_is_refused(power):
-    scaled = Mapping.from_dict(
-        {"leaves": [{"param": "w", "axes": "a", "leaf": "v", "scale": f"zero ** {power}"}]}
-    )
+    rule = {"param": "w", "axes": "a", "leaf": "v", "scale": f"zero ** {power}"}
+    scaled = Mapping.from_dict({"leaves": [rule]})
     length = 0 if power.startswith("-") else 10
     with pytest.raises(LayoutError, match="the scale zero"):
         bind(scaled, {"w": (4,)}, {"zero": length}, {})

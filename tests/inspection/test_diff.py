@@ -221,9 +221,8 @@ def test_the_command_folds_and_has_an_exit_code(tmp_path):
     found = run_json("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert not found["same"]
     assert [each["changed"] for each in found["values"]] == [16, 16, 16]
-    assert "0 leaves differ, 4 equal in names, shapes and dtypes" in run(
-        "diff", tmp_path / "a", tmp_path / "b", "--headers"
-    )
+    text = run("diff", tmp_path / "a", tmp_path / "b", "--headers")
+    assert "0 leaves differ, 4 equal in names, shapes and dtypes" in text
     assert run_json("diff", tmp_path / "a", tmp_path / "a")["same"]
     assert json.dumps(found)
 
@@ -234,15 +233,12 @@ def test_one_flipped_bit_in_ten_thousand_arrays_is_found_and_nothing_else():
     array = np.linspace(-1, 1, 6, dtype=np.float32)
     flipped = array.copy()
     flipped.view(np.uint32)[3] ^= 1
-    found = compare(
-        {"param": dict.fromkeys(names, array)},
-        {"param": dict.fromkeys(names, array) | {names[7777]: flipped}},
-    )
+    params = dict.fromkeys(names, array)
+    found = compare({"param": params}, {"param": params | {names[7777]: flipped}})
     assert [(each.label, each.changed) for each in found.values] == [("param/layers.7777.w", 1)]
     assert found.equal == 9_999
-    assert compare(
-        {"param": dict.fromkeys(names, array)}, {"param": dict.fromkeys(names, array)}
-    ).same
+    tree = {"param": dict.fromkeys(names, array)}
+    assert compare(tree, {"param": dict.fromkeys(names, array)}).same
 
 
 @pytest.mark.parametrize("place", [0, 8191, 8192, 20_000])

@@ -61,21 +61,18 @@ def test_a_page_has_what_the_checkpoint_has():
     page = checkpoint.report()
     data = data_of(page.html)
     assert page.faults == ()
-    assert data["arrays"]["label"] == [leaf.label for leaf in checkpoint.leaves]
-    norms = [
-        np.linalg.norm(checkpoint.read(leaf.label).astype(float)) for leaf in checkpoint.leaves
-    ]
+    assert data["arrays"]["label"] == list(checkpoint)
+    arrays = (checkpoint.read(leaf.label).astype(float) for leaf in checkpoint.leaves)
+    norms = [np.linalg.norm(array) for array in arrays]
     assert data["arrays"]["norm"] == pytest.approx(norms, rel=1e-3)
     members = sorted(i for row in data["folded"] for i in row["members"])
     assert members == list(range(len(checkpoint.leaves)))
     for i, leaf in enumerate(checkpoint.leaves):
         pieces = data["pieces"][str(i)]
-        assert [data["files"][piece[0]] for piece in pieces] == [
-            p.file for p in checkpoint.where(leaf)
-        ]
-        assert [tuple(piece[3]) for piece in pieces] == [
-            p.target.start for p in checkpoint.where(leaf)
-        ]
+        files = [data["files"][piece[0]] for piece in pieces]
+        assert files == [piece.file for piece in checkpoint.where(leaf)]
+        starts = [tuple(piece[3]) for piece in pieces]
+        assert starts == [piece.target.start for piece in checkpoint.where(leaf)]
     assert "DeepSpeed 0.19.8, ZeRO-1" in page.html
 
 
@@ -93,22 +90,18 @@ def test_what_is_not_finite_and_dead_rows_of_parameters_are_flagged(tmp_path):
     broken = np.ones((4, 3), np.float32)
     broken[0, 0], broken[1, 1], broken[2] = np.nan, np.inf, 0
     zeros = np.zeros((4, 3), np.float32)
-    tree = {
-        "param": {"good": np.ones((4, 3), np.float32), "broken": broken},
-        "exp_avg": {"good": zeros},
-    }
+    params = {"good": np.ones((4, 3), np.float32), "broken": broken}
+    tree = {"param": params, "exp_avg": {"good": zeros}}
     page = ucp.Checkpoint.of(tree).report()
     assert "1 NaN, 1 infinite, 1 of 4 rows are zeros" in page.html
     assert "1 of 3 arrays should be checked" in page.html
 
 
 def test_an_array_whose_bytes_are_wrong_is_a_fault_on_the_page_and_in_the_exit_code(tmp_path):
-    folder = saved(
-        tmp_path / "c", {"w": np.arange(4096, dtype=np.float32), "v": np.ones(3, np.float32)}
-    )
-    [chunk] = [
-        file for file in folder.glob("w/**/*") if file.is_file() and file.name != "zarr.json"
-    ]
+    tree = {"w": np.arange(4096, dtype=np.float32), "v": np.ones(3, np.float32)}
+    folder = saved(tmp_path / "c", tree)
+    files = [file for file in folder.glob("w/**/*") if file.is_file()]
+    [chunk] = [file for file in files if file.name != "zarr.json"]
     damaged = bytearray(chunk.read_bytes())
     damaged[100] ^= 1
     chunk.write_bytes(damaged)
@@ -177,9 +170,8 @@ def test_no_name_adds_an_element_an_attribute_or_a_script_to_the_page(names):
     read = _Reader(page)
     assert [tag for tag, _ in read.elements].count("script") == 4
     assert {tag for tag, _ in read.elements} == {tag for tag, _ in plain.elements}
-    assert not [
-        name for _, attributes in read.elements for name in attributes if name.startswith("on")
-    ]
+    names = [name for _, attributes in read.elements for name in attributes]
+    assert not [name for name in names if name.startswith("on")]
     strange = [c for c in data_of(page)["arrays"]["label"] if not c.isprintable()]
     assert not strange
 

@@ -96,13 +96,11 @@ def test_it_draws_everything_and_asks_for_nothing(show):
     page = opened.page
     # tiles of a module's parts have one colour, and the title has what there is no room for
     assert page.locator("#map .tile").count() == 16
-    colours = page.locator("#map .tile").evaluate_all(
-        "tiles => [...new Set(tiles.map((tile) => tile.style.background))].length"
-    )
+    read = "tiles => [...new Set(tiles.map((tile) => tile.style.background))].length"
+    colours = page.locator("#map .tile").evaluate_all(read)
     assert colours == 4
-    assert page.locator("h1").text_content() == (
-        "z1_bf16_dp2: 7.4 K parameters, float32, 87.0 KiB, step 5, DeepSpeed 0.19.8, ZeRO-1"
-    )
+    about = "7.4 K parameters, float32, 87.0 KiB, step 5, DeepSpeed 0.19.8, ZeRO-1"
+    assert page.locator("h1").text_content() == f"z1_bf16_dp2: {about}"
     assert page.locator("#depth svg path[stroke]").count() > 5
     assert page.locator("#changes svg").count() >= 1
     page.fill("#search", "param/head.weight")
@@ -124,9 +122,8 @@ def test_axe_finds_nothing_that_keeps_anybody_out(show, scheme):
 
 def tiles(page: Page) -> list[str]:
     """The names of the map's tiles."""
-    labels = page.locator("#map .tile").evaluate_all(
-        "tiles => tiles.map((tile) => tile.getAttribute('aria-label'))"
-    )
+    read = "tiles => tiles.map((tile) => tile.getAttribute('aria-label'))"
+    labels = page.locator("#map .tile").evaluate_all(read)
     return [label.partition(":")[0] for label in labels]
 
 
@@ -194,15 +191,11 @@ def test_a_search_finds_every_name_with_its_words_and_says_how_many(show):
     checkpoint = ucp.open(CASE)
     page = show(checkpoint.report(headers=True)).page
     page.fill("#search", "mlp EXP_AVG_SQ")
-    want = sorted(
-        leaf.label
-        for leaf in checkpoint.leaves
-        if "mlp" in leaf.label and "exp_avg_sq" in leaf.label
-    )
+    labels = [leaf.label for leaf in checkpoint.leaves]
+    want = sorted(label for label in labels if "mlp" in label and "exp_avg_sq" in label)
     assert page.locator("#tree details.row > summary .name").all_text_contents() == want
-    assert (
-        page.locator("#found").text_content() == f"{len(want)} of {len(checkpoint.leaves)} arrays"
-    )
+    found = f"{len(want)} of {len(checkpoint.leaves)} arrays"
+    assert page.locator("#found").text_content() == found
     page.fill("#search", "")
     assert page.locator("#tree > details").count() == 4
 
@@ -287,9 +280,8 @@ def test_hostile_names_are_text(show, tmp_path):
     assert page.locator("script").count() == 4
     assert len(opened.requests) == 1
     assert opened.complaints == []
-    assert page.locator("#tree details.row").count() == 2 * sum(
-        "hacked" in name for name in HOSTILE
-    )
+    hacked = sum("hacked" in name for name in HOSTILE)
+    assert page.locator("#tree details.row").count() == 2 * hacked
 
 
 def test_ten_thousand_arrays_are_drawn_and_searched(show):

@@ -32,9 +32,8 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, max_side=7)
 
 
 def leaf_of(name: str, array: np.ndarray) -> Leaf:
-    return Leaf(
-        (Key("dict", "param"), Key("dict", name)), name, "array", array.shape, str(array.dtype)
-    )
+    path = Key("dict", "param"), Key("dict", name)
+    return Leaf(path, name, "array", array.shape, str(array.dtype))
 
 
 def look(array: np.ndarray, budget: int = 1 << 30, most: int = 1 << 40, chunk=None) -> Statistics:
@@ -123,9 +122,7 @@ def test_more_elements_than_are_summed_at_once_are_summed_all(size):
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e-20, 1e-12, 1.0, 1e20, 1e37])
 @pytest.mark.parametrize("mean", [0, 1, 1e4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_are_right_of_elements_whose_squares_single_precision_does_not_hold(
-    dtype, mean, scale
-):
+def test_sums_are_right_of_elements_whose_squares_float32_does_not_hold(dtype, mean, scale):
     if mean * scale > 1e38:
         return
     wide = np.random.default_rng(0).normal(mean, 1, 70_000) * scale
@@ -201,21 +198,18 @@ def test_the_steps_of_a_trainers_run_are_those_of_its_moments_and_settings():
     settings = {name: group.settings for group in checkpoint.groups for name in group.params}
     groups = together(checkpoint.leaves, checkpoint.params, settings)
     [each] = [group for group in groups if group.leaves[0].label == "param/head.weight"]
-    assert [leaf.label for leaf in each.leaves[1:]] == [
-        "exp_avg/head.weight",
-        "exp_avg_sq/head.weight",
-    ]
+    labels = [leaf.label for leaf in each.leaves[1:]]
+    assert labels == ["exp_avg/head.weight", "exp_avg_sq/head.weight"]
     lr, eps, (b1, b2) = (settings["head.weight"][key] for key in ("lr", "eps", "betas"))
     assert each.step == AdamStep(lr, 1 - b1**5, 1 - b2**5, eps)
     m, v = (checkpoint.read(leaf.label).astype(float) for leaf in each.leaves[1:])
     want = lr * (m / each.step.first) / (np.sqrt(v / each.step.second) + eps)
-    found = statistics_of(
-        groups,
-        checkpoint._contents.arrays.arrays(),
-        lambda leaf, box: checkpoint.read(leaf.label, box),
-        max_read_bytes=1 << 40,
-        budget_bytes=1 << 20,
-    )
+    arrays = checkpoint._contents.arrays.arrays()
+
+    def read(leaf, box):
+        return checkpoint.read(leaf.label, box)
+
+    found = statistics_of(groups, arrays, read, max_read_bytes=1 << 40, budget_bytes=1 << 20)
     assert found[each.leaves[0].name].update == pytest.approx(np.linalg.norm(want), rel=1e-5)
     assert len(found) == sum(leaf.has_array for leaf in checkpoint.leaves)
 
@@ -238,15 +232,11 @@ def test_moments_of_optax_go_to_the_parameter_with_their_path():
 
 def test_moments_that_could_be_of_two_parameters_are_of_none():
     array = np.ones(3, np.float32)
-    tree = {
-        "params": {"w": array},
-        "ema": {"w": array},
-        "opt": {"mu": {"w": array}, "nu": {"w": array}},
-    }
+    tree = {"params": {"w": array}, "ema": {"w": array}}
+    tree["opt"] = {"mu": {"w": array}, "nu": {"w": array}}
     checkpoint = ucp.Checkpoint.of(tree)
-    assert all(
-        len(group.leaves) == 1 for group in together(checkpoint.leaves, checkpoint.params, {})
-    )
+    groups = together(checkpoint.leaves, checkpoint.params, {})
+    assert all(len(group.leaves) == 1 for group in groups)
 
 
 def test_an_array_that_cannot_be_read_says_why_and_the_others_are_read():
@@ -259,9 +249,8 @@ def test_an_array_that_cannot_be_read_says_why_and_the_others_are_read():
         return store.read(leaf.name, box)
 
     groups = [Together((leaf_of(name, array),)) for name, array in store.data.items()]
-    found = statistics_of(
-        groups, store.arrays(), read, max_read_bytes=1 << 40, budget_bytes=1 << 20
-    )
+    limits = {"max_read_bytes": 1 << 40, "budget_bytes": 1 << 20}
+    found = statistics_of(groups, store.arrays(), read, **limits)
     assert found["good"].norm == 2
     assert found["bad"].unread == "bad: its bytes are not what was written"
     assert found["bad"].is_fault

@@ -101,9 +101,7 @@ def test_every_mapping_from_megatron_is_tried():
 
 
 @pytest.mark.parametrize(("case", "first", "second"), CHAINS)
-def test_the_logits_are_those_of_megatron_and_others_with_heads_experts_or_keys_exchanged(
-    case, first, second
-):
+def test_the_logits_are_those_of_megatron_and_others_with_parts_exchanged(case, first, second):
     mapped, measured = chained(case, first, second), Case(case).measured()
     want = measured["logits_ref" if "bf16" in case else "logits"]
 
@@ -143,9 +141,7 @@ def test_the_logits_are_those_of_megatron_and_others_with_heads_experts_or_keys_
 
 
 @pytest.mark.parametrize(("case", "first", "second"), GPT2)
-def test_the_logits_of_gpt2_are_those_of_megatron_and_others_with_heads_exchanged(
-    case, first, second
-):
+def test_logits_of_gpt2_are_those_of_megatron_and_others_with_exchanged_heads(case, first, second):
     mapped, measured = chained(case, first, second), Case(case).measured()
     tree = mapped.restore()["param"]
     want = measured["logits_ref"] if "logits_ref" in measured else measured["logits"]
@@ -167,11 +163,8 @@ def test_rows_of_queries_keys_and_values_are_those_of_the_version_that_wrote_the
     case, first, second, tmp_path
 ):
     live = Case(case)
-    weights = {
-        label.partition("/")[2]: array
-        for label, array in live.truth().items()
-        if label.startswith("param/")
-    }
+    truth = live.truth().items()
+    weights = {x.partition("/")[2]: array for x, array in truth if x.startswith("param/")}
     write_safetensors(tmp_path / "w.safetensors", weights)
     own = live.open().config
     older = {key: value for key, value in own.items() if key != "ds_sequence_parallel_fpdt"}
@@ -191,10 +184,8 @@ def test_gelu_that_is_fused_with_its_bias_is_the_approximation():
     case, first, _ = GPT2[0]
     rules, config = ucp.Mapping.load(first).config, Case(case).open().config
     lengths: dict[str, int] = dict.fromkeys(("vocab", "embed", "layer", "heads", "mlp"), 1)
-    kinds = [
-        config_from(rules, {**config, "bias_gelu_fusion": fused}, lengths)["activation_function"]
-        for fused in (False, True)
-    ]
+    configs = ({**config, "bias_gelu_fusion": fused} for fused in (False, True))
+    kinds = [config_from(rules, one, lengths)["activation_function"] for one in configs]
     assert kinds == ["gelu", "gelu_new"]
 
 
@@ -242,11 +233,8 @@ def test_moments_of_the_live_run_lie_where_weights_in_their_place_would(
         want = arrays_of(as_weights.map(rules_of(second)))
         if state != "param" and any(label.startswith("buffer/") for label in truth):
             want = {label: want[label] for label in want if not label.endswith("gate/bias")}
-        found = {
-            leaf.label.replace(state, "param", 1): mapped.read(leaf.label)
-            for leaf in mapped.leaves
-            if leaf.label.startswith(f"{state}/")
-        }
+        own = [leaf.label for leaf in mapped.leaves if leaf.label.startswith(f"{state}/")]
+        found = {label.replace(state, "param", 1): mapped.read(label) for label in own}
         assert_same(found, want)
 
 
@@ -267,14 +255,13 @@ def test_the_next_loss_of_the_weights_is_that_of_megatron(case, first, second):
 def test_an_optax_state_takes_all_of_the_run(case, first, second):
     mapped = chained(case, first, second)
     params = mapped.abstract()["exp_avg"]  # without buffers, which are not trained
-    decays = {
-        name: bool(group.settings["weight_decay"])
-        for group in mapped.groups
-        for name in group.params
-    }
-    mask = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: decays[jax.tree_util.keystr(path, simple=True, separator="/")], params
-    )
+    groups = [(group.params, bool(group.settings["weight_decay"])) for group in mapped.groups]
+    decays = {name: decay for params, decay in groups for name in params}
+
+    def name(path):
+        return jax.tree_util.keystr(path, simple=True, separator="/")
+
+    mask = jax.tree_util.tree_map_with_path(lambda path, leaf: decays[name(path)], params)
     plan = mapped.plan_optimizer(optax.adamw(1e-2, b2=0.95, weight_decay=0.1, mask=mask), params)
     with pytest.raises(
         TreeMismatch, match=r"keeps 0.95 of exp_avg_sq at an update \(betas\), tx 0.999"
@@ -337,25 +324,16 @@ def test_the_command_offers_chains_and_takes_them(tmp_path):
 def test_norms_inside_linears_as_transformer_engine_has_them_are_the_same_leaves(tmp_path):
     case, own_norms, _ = DEEPSEEK3
     want, original = chained(case, own_norms), Case(case).open()
-    names = {
-        "q_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
-        "kv_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
-    }
-    weights = {
-        label.partition("/")[2]: array
-        for label, array in arrays_of(original).items()
-        if label.startswith(("param/", "buffer/"))
-    }
-    fused = {
-        name.replace(end, names[end])
-        if (end := ".".join(name.split(".")[-2:])) in names
-        else name: a
-        for name, a in weights.items()
-    }
+    names = {"q_layernorm.weight": "linear_q_up_proj.layer_norm_weight"}
+    names["kv_layernorm.weight"] = "linear_kv_up_proj.layer_norm_weight"
+    kept = [label for label in original if label.startswith(("param/", "buffer/"))]
+    weights = {label.partition("/")[2]: original.read(label) for label in kept}
+    ends = {name: ".".join(name.split(".")[-2:]) for name in weights}
+    renamed = {name: name.replace(end, names.get(end, end)) for name, end in ends.items()}
+    fused = {renamed[name]: array for name, array in weights.items()}
     write_safetensors(tmp_path / "fused.safetensors", fused)
-    mapped = ucp.open(tmp_path / "fused.safetensors").map(
-        "megatron-deepseek3-to-hf", config=original.config
-    )
+    opened = ucp.open(tmp_path / "fused.safetensors")
+    mapped = opened.map("megatron-deepseek3-to-hf", config=original.config)
     assert mapped.config == want.config
     found = arrays_of(mapped)
     assert_same(found, {label: array for label, array in arrays_of(want).items() if label in found})
@@ -367,9 +345,8 @@ def test_norms_inside_linears_as_transformer_engine_has_them_are_the_same_leaves
 
 def test_the_command_offers_a_chain_that_takes_buffers():
     case, first, second = DEEPSEEK3
-    fitting = {
-        one["name"] for one in run_json("mappings", Case(case).path)["mappings"] if one["fits"]
-    }
+    listed = run_json("mappings", Case(case).path)["mappings"]
+    fitting = {one["name"] for one in listed if one["fits"]}
     name = first.partition(":")[0]
     assert {name, f"{name},{second}"} <= fitting
 
@@ -393,17 +370,14 @@ def test_counts_that_follow_from_arguments_follow_from_given_ones_too(tmp_path):
     assert given.config == original.map(first).config
 
 
-@pytest.mark.parametrize(
-    ("sides", "keys"),
-    [
-        ((7, 0), 8),
-        ([0, 0], 1),
-        ({"!tuple": [7, 0]}, 8),
-        ([7, 1], None),
-        ([-1, 0], None),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("sides", "keys"), [
+    ((7, 0), 8),
+    ([0, 0], 1),
+    ({"!tuple": [7, 0]}, 8),
+    ([7, 1], None),
+    ([-1, 0], None),
+    (None, None),
+])  # fmt: skip
 def test_the_keys_of_a_window_are_those_before_the_query_and_its_own(sides, keys):
     assert given_config({"window_size": sides})["window_keys"] == keys
 
@@ -412,9 +386,8 @@ def test_layers_that_predict_further_tokens_are_left_with_a_reason(tmp_path):
     case, first, _ = DEEPSEEK3
     original = Case(case).open(weights_only=True)
     weights = {label.partition("/")[2]: array for label, array in arrays_of(original).items()}
-    write_safetensors(
-        tmp_path / "w.safetensors", weights | {"mtp.layers.0.enorm.weight": np.ones(16)}
-    )
+    weights |= {"mtp.layers.0.enorm.weight": np.ones(16)}
+    write_safetensors(tmp_path / "w.safetensors", weights)
     mapped = ucp.open(tmp_path / "w.safetensors").map(first, config=original.config)
     [left] = [item for item in mapped.inventory if item.status == "skipped"]
     assert "enorm" in left.where
@@ -525,15 +498,10 @@ OF_GPT2 = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("chain", "key", "value", "name"),
-    [
-        *((DEEPSEEK3, *other) for other in OF_LATENTS),
-        *((GPT_OSS, *other) for other in OF_GPT_OSS),
-        *((GPT2[0], *other) for other in OF_GPT2),
-        *((DEEPSPEED[0], *other) for other in OF_DEEPSPEED),
-    ],
-)
+@pytest.mark.parametrize(("chain", "key", "value", "name"), [
+    *((DEEPSEEK3, *other) for other in OF_LATENTS), *((GPT_OSS, *other) for other in OF_GPT_OSS),
+    *((GPT2[0], *other) for other in OF_GPT2), *((DEEPSPEED[0], *other) for other in OF_DEEPSPEED),
+])  # fmt: skip
 def test_an_argument_by_which_megatron_computes_something_else_is_refused(chain, key, value, name):
     case, mapping, _ = chain
     config = {**Case(case).open().config, key: value}
@@ -587,11 +555,8 @@ def test_a_config_that_is_not_known_is_refused_and_may_be_given(tmp_path):
         checkpoint.map(mapping)
     given = {"width": 3, "scaled": False, "more": 1}
     mapped = checkpoint.map(mapping, config=given)
-    assert mapped.config == {
-        "model_type": "small",
-        "length": 3,
-        "deep": {"name": "y", "none": None},
-    }
+    deep = {"name": "y", "none": None}
+    assert mapped.config == {"model_type": "small", "length": 3, "deep": deep}
     back = mapped.map(mapping.inverse())
     assert back.config == checkpoint.config == {}
     assert_same(arrays_of(back), arrays_of(checkpoint))
@@ -611,11 +576,8 @@ def test_the_other_settings_may_be_those_of_a_section_or_of_the_whole_config(tmp
     assert mapped("part", part=section) == found
     assert mapped("first(part, config)", part=section) == found
     assert mapped("first(part, config)", **section) == {"gone": None, **found}
-    for others, found in [
-        ("part", "3"),
-        ("first(part.kind, 1)", "'y'"),
-        ("first(more, null)", "None"),
-    ]:
+    pairs = ("part", "3"), ("first(part.kind, 1)", "'y'"), ("first(more, null)", "None")
+    for others, found in pairs:
         fault = re.escape(f"config: {others} is {found}, and not a config")
         with pytest.raises(LayoutError, match=fault):
             mapped(others, part={"kind": "y"} if "kind" in others else 3)
@@ -623,9 +585,7 @@ def test_the_other_settings_may_be_those_of_a_section_or_of_the_whole_config(tmp
         mapped("part")
 
 
-def test_a_config_of_which_all_is_used_may_not_differ_in_any_key_from_the_one_that_is_given(
-    tmp_path,
-):
+def test_a_config_of_which_all_is_used_may_not_differ_in_any_key_from_the_given_one(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", {"a": np.arange(3.0)})
     (tmp_path / "config.json").write_text('{"b": 1}')
     whole = ucp.Mapping.parse("leaves: [{param: a, leaf: b}]\nconfig: {...: config}", "whole")
@@ -638,8 +598,7 @@ def test_tokens_that_arguments_do_not_name_are_null_and_may_be_given(tmp_path):
     hf = Case("megatron_logits/llama31").open().map("megatron-llama-to-hf")
     hf.export(tmp_path / "null", "safetensors")
     hf.export(tmp_path / "given", "safetensors", config={"eos_token_id": 128001})
-    null, given = (
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("null", "given")
-    )
+    configs = (tmp_path / name / "config.json" for name in ("null", "given"))
+    null, given = (json.loads(path.read_text()) for path in configs)
     assert (null["bos_token_id"], null["eos_token_id"]) == (None, None)
     assert given == {**null, "eos_token_id": 128001}

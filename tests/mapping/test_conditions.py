@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax_ucp.errors import SpecError
 from jax_ucp.shard_spec.expressions import UndecidedCondition, condition, holds, unmet, within
 
+ROPE = {"type": "llama3", "factor": 8.0, "inner": {"deep": -1}}
 CONFIG = {
     "act": "silu",
     "kinds": ["near", "near", "far", "near"],
@@ -18,7 +19,7 @@ CONFIG = {
     "eps": 1e-5,
     "tied": True,
     "window": None,
-    "rope": {"type": "llama3", "factor": 8.0, "inner": {"deep": -1}},
+    "rope": ROPE,
 }
 
 
@@ -66,9 +67,8 @@ def test_a_condition_on_a_section_names_its_keys_and_leaves_texts_as_they_are(se
     text = 'first(rope.type,\n"é rope") == "first" and not rope and repeats(rope, "rope", true)'
     of_section = condition(within(section, text)).keys
     assert of_section == tuple(f"{section}.{key}" for key in condition(text).keys)
-    assert within(section, text).replace(f"{section}.", "") == text.replace("\n", " ").replace(
-        f"{section}.", ""
-    )
+    got, want = within(section, text), text.replace("\n", " ")
+    assert got.replace(f"{section}.", "") == want.replace(f"{section}.", "")
 
 
 @pytest.mark.parametrize(("text", "has"), [
@@ -119,24 +119,16 @@ def test_values_of_a_config_are_shown_short_and_without_control_characters():
     assert "act = {1, 2}" not in unmet("act == 1", {"act": {1, 2}})  # no JSON: its repr as a text
 
 
-VALUES = (
-    st.none()
-    | st.booleans()
-    | st.integers(-5, 5)
-    | st.floats(allow_nan=False)
-    | st.text("ab", max_size=2)
-)
+VALUES = st.none() | st.booleans() | st.integers(-5, 5)
+VALUES |= st.floats(allow_nan=False) | st.text("ab", max_size=2)
 
 
 @given(VALUES, VALUES)
 def test_a_literal_equals_what_json_gives_for_it_and_nothing_else(value, other):
     config = json.loads(json.dumps({"a": value}))
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    same = (
-        value == other
-        if number and not isinstance(other, bool)
-        else type(value) is type(other) and value == other
-    )
+    both = number and not isinstance(other, bool)
+    same = value == other and (both or type(value) is type(other))
     text = f"a == {json.dumps(other)}"
     if other in (float("inf"), float("-inf")):
         return

@@ -23,9 +23,8 @@ from jax_ucp.mapping.rules import shipped
 from jax_ucp.shard_spec.expressions import names_in
 
 # `.ci/writers` names the table that it measured with the newest transformers.
-MOVES = json.loads(
-    Path(os.environ.get("UCP_CONFIG_MOVES", DATA / "configs" / "moves.json")).read_text()
-)
+PATH = os.environ.get("UCP_CONFIG_MOVES", DATA / "configs" / "moves.json")
+MOVES = json.loads(Path(PATH).read_text())
 HUB = json.loads((DATA / "configs" / "hub.json").read_text())
 DOCS = Path(__file__).parents[2] / "docs" / "mappings.md"
 MAPPINGS = [name for name in shipped() if name.startswith("hf-")]
@@ -52,9 +51,8 @@ def must_be_set(mapping):
     if mapping.endswith("-to-flax"):
         return READ_BY_FLAX
     table = DOCS.read_text().split("**What you must set in the model.**")[1].split("\n\n")[1]
-    header, _, *rows = [
-        [cell.strip() for cell in row.split("|")[1:-1]] for row in table.split("\n")
-    ]
+    lines = [row.split("|")[1:-1] for row in table.split("\n")]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
     (column,) = [i for i, cell in enumerate(header) if cell.lower() == mapping.rpartition("-")[2]]
     return {key for row in rows if row[column] for key in re.findall(r"`(\w+)`", row[0])}
 
@@ -68,9 +66,8 @@ def shapes_and_config(case):
 def fault(case, mapping, config):
     """Why a mapping refuses the model with this config; empty where it does not."""
     shapes, _ = shapes_and_config(case)
-    assumed = (
-        ["rope_theta"] if case in ("maxtext/llama2", "maxtext/qwen3", "maxtext/qwen3_moe") else []
-    )
+    rotary = "maxtext/llama2", "maxtext/qwen3", "maxtext/qwen3_moe"
+    assumed = ["rope_theta"] if case in rotary else []
     names = [one.name for one in loaded(mapping).requires if one.name in assumed]
     for outcome in outcomes(loaded(mapping), config, names):
         if outcome.state == "unmet":
@@ -109,9 +106,8 @@ def test_what_moves_logits_is_refused_or_must_be_set(case, mapping):
             if change == MEANT.get(mapping):
                 continue
             new = changed(config, change)
-            if not fault(case, mapping, new) and (
-                differing(config, new) - followed - must_be_set(mapping)
-            ):
+            left = differing(config, new) - followed - must_be_set(mapping)
+            if left and not fault(case, mapping, new):
                 accepted.append(change)
     assert accepted == []
 
@@ -119,12 +115,10 @@ def test_what_moves_logits_is_refused_or_must_be_set(case, mapping):
 @pytest.mark.parametrize(("case", "mapping"), PAIRS)
 def test_what_moves_nothing_is_accepted_whatever_it_says(case, mapping):
     every = [found for found, _ in runs(case)]
-    tried = {
-        key for found in every for change in found["moved"] + found["failed"] for key in change
-    }
-    ignored = (
-        {key for found in every for key in found["same"]} - tried - loaded(mapping).config_keys
-    )
+    changes = [change for found in every for change in found["moved"] + found["failed"]]
+    tried = {key for change in changes for key in change}
+    same = {key for found in every for key in found["same"]}
+    ignored = same - tried - loaded(mapping).config_keys
     assert len(ignored) > 10
     for _, config in runs(case):
         for value in (ABSENT, None, True, 7, "other", ["other"]):
@@ -143,9 +137,6 @@ def test_every_mapping_of_hugging_face_was_tried():
 @pytest.mark.parametrize("name", HUB)
 def test_the_config_of_a_release_meets_the_mappings_of_its_model(name):
     config = HUB[name]["config"]
-    met = [
-        mapping
-        for mapping in MAPPINGS
-        if all(outcome.state == "met" for outcome in outcomes(loaded(mapping), config))
-    ]
+    states = {m: {one.state for one in outcomes(loaded(m), config)} for m in MAPPINGS}
+    met = [mapping for mapping, found in states.items() if found <= {"met"}]
     assert met == sorted(HUB[name]["fits"])

@@ -2,7 +2,6 @@
 around mappings.
 """
 
-import json
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jax_ucp as ucp
-from commands import run
+from commands import run, run_json
 from jax_ucp.errors import FormatError, TreeMismatch
 
 TREE = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, "b": np.ones(3, np.float32)}
@@ -22,9 +21,8 @@ def test_stock_orbax_restores_the_item_of_the_step_that_a_save_added(tmp_path):
     layout = {"root": "", "variables": True, "item": "model_params"}
     for step in (0, 7):
         checkpoint.save(tmp_path / "run", step=step, **layout)
-    manager = ocp.CheckpointManager(
-        tmp_path / "run", item_handlers={"model_params": ocp.PyTreeCheckpointHandler()}
-    )
+    handlers = {"model_params": ocp.PyTreeCheckpointHandler()}
+    manager = ocp.CheckpointManager(tmp_path / "run", item_handlers=handlers)
     assert manager.all_steps() == [0, 7]
     restored = manager.restore(7, args=ocp.args.Composite(model_params=ocp.args.PyTreeRestore()))
     tree = restored["model_params"]
@@ -41,12 +39,8 @@ def test_parameters_have_the_root_that_is_asked_for_and_states_stay_where_they_w
     checkpoint = ucp.Checkpoint.of({"param": TREE, "exp_avg": TREE})
     saved = checkpoint.save(tmp_path / "run", root="params/model", step=3, item="items")
     assert saved.path == str(tmp_path / "run" / "3" / "items")
-    assert sorted(leaf.label for leaf in saved.leaves) == [
-        "exp_avg/a/w",
-        "exp_avg/b",
-        "params/model/a/w",
-        "params/model/b",
-    ]
+    labels = ["exp_avg/a/w", "exp_avg/b", "params/model/a/w", "params/model/b"]
+    assert sorted(saved) == labels
     np.testing.assert_array_equal(saved.read("params/model/a/w"), TREE["a"]["w"])
     with pytest.raises(TreeMismatch, match="cannot be the whole tree"):
         checkpoint.save(tmp_path / "other", root="")
@@ -121,15 +115,13 @@ def llama(request):
 
 
 def test_the_mappings_of_the_package_are_listed_and_those_that_fit_a_checkpoint(llama):
-    listed = json.loads(run("mappings", "--json"))["mappings"]
+    listed = run_json("mappings")["mappings"]
     assert all(entry["model"] and entry["target"] for entry in listed)
-    fits = json.loads(run("mappings", llama, "--json"))["mappings"]
-    assert {one["name"]: one["fits"] for one in fits} == {
-        "hf-llama-to-maxtext": False,
-        "hf-llama-to-tunix": False,
-        "hf-llama2-to-maxtext": True,
-    }
-    assert "rope_theta" in next(one["why"] for one in fits if one["name"] == "hf-llama-to-tunix")
+    near = {one["name"]: one for one in run_json("mappings", llama)["mappings"]}
+    fits = {name: one["fits"] for name, one in near.items()}
+    others = {"hf-llama-to-maxtext": False, "hf-llama-to-tunix": False}
+    assert fits == others | {"hf-llama2-to-maxtext": True}
+    assert "rope_theta" in near["hf-llama-to-tunix"]["why"]
 
 
 def test_a_draft_parses_and_what_it_decides_is_right(llama, tmp_path):

@@ -1,6 +1,4 @@
-"""Mapping files: what is one, and everything in which one may differ from a checkpoint, told in
-one report.
-"""
+"""Mapping files: what is one, and all in which one may differ from a checkpoint, in one report."""
 
 import numpy as np
 import pytest
@@ -50,12 +48,9 @@ def mapping(text=FILE):
 def test_leaves_have_the_shapes_and_names_that_the_rules_say():
     bound = bind(mapping(), SHAPES, {}, CONFIG)
     shapes = {name: form.layout.shape for name, form in bound.leaves.items()}
-    assert shapes == {
-        "embedder": (10, 8),
-        "layers/q": (2, 8, 2, 4),
-        "layers/wi": (2, 8, 24),
-        **{f"layers/{i}/{name}/scale": (8,) for i in range(2) for name in ("in", "out")},
-    }
+    scales = {f"layers/{i}/{name}/scale": (8,) for i in range(2) for name in ("in", "out")}
+    want = {"embedder": (10, 8), "layers/q": (2, 8, 2, 4), "layers/wi": (2, 8, 24)}
+    assert shapes == want | scales
     assert bound.skipped == {"h.0.inv_freq": "computed from the config"}
     assert bound.sizes["head_dim"] == 4
     assert not bound.notes
@@ -65,18 +60,16 @@ def test_a_mapping_is_what_its_dict_says_and_the_inverse_of_its_inverse():
     said = mapping()
     assert ucp.Mapping.from_dict(said.to_dict()) == said
     assert said.inverse().inverse().rules == said.rules
-    assert said.inverse().rules[1] == MappingRule(
-        {"layers/q": "layer embed heads head_dim"}, {"h.{layer}.q.weight": "(heads head_dim) embed"}
-    )
+    leaf = {"h.{layer}.q.weight": "(heads head_dim) embed"}
+    assert said.inverse().rules[1] == MappingRule({"layers/q": "layer embed heads head_dim"}, leaf)
 
 
 def test_backwards_the_shapes_come_out_again():
     bound = bind(mapping(), SHAPES, {}, CONFIG)
     leaves = {name: form.layout.shape for name, form in bound.leaves.items()}
     back = bind(mapping().inverse(), leaves, {}, CONFIG)
-    assert {name: form.layout.shape for name, form in back.leaves.items()} == {
-        name: shape for name, shape in SHAPES.items() if name not in bound.skipped
-    }
+    found = {name: form.layout.shape for name, form in back.leaves.items()}
+    assert found == {n: shape for n, shape in SHAPES.items() if n not in bound.skipped}
 
 
 @pytest.mark.parametrize(("text", "faults"), [
@@ -123,41 +116,30 @@ def test_what_is_no_mapping_is_refused_with_every_fault_and_its_line(text, fault
 
 
 def test_a_file_that_is_not_there_is_refused_with_the_names_that_are():
-    with pytest.raises(
-        SpecError, match=r"nothing is not a mapping that can be read .* the package has .*hf-llama"
-    ):
+    with pytest.raises(SpecError, match=r"nothing is not a mapping .* the package has .*hf-llama"):
         ucp.Mapping.load("nothing")
 
 
 def faults_of(text=FILE, shapes=None, sizes=None, config=None):
+    shapes = {**SHAPES, **(shapes or {})}
     with pytest.raises(LayoutError) as error:
-        bind(
-            mapping(text),
-            {**SHAPES, **(shapes or {})},
-            sizes or {},
-            CONFIG if config is None else config,
-        )
+        bind(mapping(text), shapes, sizes or {}, CONFIG if config is None else config)
     title, *lines = str(error.value).split("\n  ")
     assert title == f"my.yaml does not fit the checkpoint in {len(lines)} places:"
     return lines
 
 
 def test_everything_that_is_wrong_is_in_one_report():
-    text = FILE.replace("(heads head_dim) embed\n", "embed\n").replace(
-        "layer embed heads head_dim", "layer embed"
-    )
+    text = FILE.replace("(heads head_dim) embed\n", "embed\n")
+    text = text.replace("layer embed heads head_dim", "layer embed")
     text += "- {param: embed.*, reason: not wanted}\n"
     lines = faults_of(text, {"stray.weight": (3,), "h.0.gate": (13, 8), "h.2.up": (12, 8)})
     said = "\n".join(lines)
     assert "stray.weight [3]: claimed by no rule; map it, or skip it with a reason" in said
-    assert (
-        "embed.weight [10, 8]: claimed 2 times, skip 'embed.*'; my.yaml:3: the rule for"
-        " embed.weight" in said
-    )
-    assert (
-        "h.2.gate is not there, but my.yaml:9: the rule for h.{layer}.gate and h.{layer}.up"
-        " needs it" in said
-    )
+    claims = "claimed 2 times, skip 'embed.*'; my.yaml:3: the rule for embed.weight"
+    assert f"embed.weight [10, 8]: {claims}" in said
+    rule = "my.yaml:9: the rule for h.{layer}.gate and h.{layer}.up needs it"
+    assert f"h.2.gate is not there, but {rule}" in said
     assert "h.0.q.weight (and 1 more) has 2 axes, [8, 8], but `embed` names 1" in said
     assert "h.0.gate: axis 0 is `(gate mlp)`" in said or "h.1.gate: axis 0 is `(gate mlp)`" in said
     assert len(lines) == 7
@@ -171,30 +153,24 @@ def test_a_size_that_does_not_divide_is_told_with_where_it_comes_from():
 
 def test_a_length_that_follows_from_nothing_is_asked_for():
     (line,) = faults_of(config={})
-    assert (
-        "is `(heads head_dim)`, which leaves the length of head_dim and heads open; give it in"
-        " sizes" in line
-    )
+    words = "leaves the length of head_dim and heads open; give it in sizes"
+    assert f"is `(heads head_dim)`, which {words}" in line
     assert bind(mapping(), SHAPES, {"head_dim": 2}, {}).sizes["heads"] == 4
     assert bind(mapping(), SHAPES, {"num_attention_heads": 4}, {}).sizes["head_dim"] == 2
     assert bind(mapping(), SHAPES, {"heads": 8}, CONFIG).sizes["head_dim"] == 1
 
 
 def test_a_size_that_nothing_has_a_name_for_is_refused():
-    assert (
-        faults_of(sizes={"haeds": 4})[0]
-        == "haeds in sizes: no rule and no size of my.yaml has that name"
-    )
+    (fault, *_) = faults_of(sizes={"haeds": 4})
+    assert fault == "haeds in sizes: no rule and no size of my.yaml has that name"
     bind(mapping(), SHAPES, {"layer": 2, "gate": 1, "num_attention_heads": 2, "vocab": 10}, {})
 
 
 def test_a_quotient_in_sizes_must_be_whole():
-    text = FILE.replace(
-        "heads: num_attention_heads", "heads: num_attention_heads, half: heads // 2"
-    )
-    assert faults_of(text, config={"num_attention_heads": 1})[0].startswith(
-        "my.yaml: sizes: half: in the size 'heads //"
-    )
+    sizes = "heads: num_attention_heads"
+    text = FILE.replace(sizes, f"{sizes}, half: heads // 2")
+    (fault, *_) = faults_of(text, config={"num_attention_heads": 1})
+    assert fault.startswith("my.yaml: sizes: half: in the size 'heads //")
 
 
 def test_a_size_may_be_in_a_section_of_the_config():
@@ -218,19 +194,14 @@ def test_stacking_needs_every_number_from_zero(names, fault):
 
 
 def test_copies_of_layers_are_all_there_or_none():
-    text = (
-        "leaves:\n- {param: 'h.{layer}.a', tied: {'h.{layer}.b': x}, axes: x, leaf: {w: layer x}}"
-    )
+    rule = "{param: 'h.{layer}.a', tied: {'h.{layer}.b': x}, axes: x, leaf: {w: layer x}}"
+    text = f"leaves:\n- {rule}"
     shapes = {f"h.{i}.{kind}": (2,) for i in range(3) for kind in "ab"}
     assert len(bind(mapping(text), shapes, {}, {}).leaves["w"].copies) == 1
     for gone in ("h.1.a", "h.1.b"):
+        there = {name: shape for name, shape in shapes.items() if name != gone}
         with pytest.raises(LayoutError, match=f"{gone} is not there"):
-            bind(
-                mapping(text),
-                {name: shape for name, shape in shapes.items() if name != gone},
-                {},
-                {},
-            )
+            bind(mapping(text), there, {}, {})
 
 
 def test_stacks_of_several_levels_must_be_full():
@@ -238,11 +209,8 @@ def test_stacks_of_several_levels_must_be_full():
     shapes = {f"h.{i}.e.{j}.w": (2,) for i in range(3) for j in range(4) if (i, j) != (1, 2)}
     with pytest.raises(LayoutError, match=r"h\.1\.e\.2\.w is not there"):
         bind(mapping(text), shapes, {}, {})
-    assert bind(mapping(text), shapes | {"h.1.e.2.w": (2,)}, {}, {}).leaves["w"].layout.shape == (
-        3,
-        4,
-        2,
-    )
+    bound = bind(mapping(text), shapes | {"h.1.e.2.w": (2,)}, {}, {})
+    assert bound.leaves["w"].layout.shape == (3, 4, 2)
 
 
 def test_what_is_skipped_is_named_as_in_a_spec():
@@ -305,9 +273,8 @@ def test_leaves_of_one_name_go_back_by_the_number_of_their_axes():
 - {param: "{layer}.expert.{expert}", axes: up embed, leaf: {"layers/{layer}/w": expert embed up}, optional: true}
 """
     shapes = {"0.dense": (4, 3), **{f"1.expert.{i}": (4, 3) for i in range(2)}}
-    there = {
-        name: form.layout.shape for name, form in bind(mapping(text), shapes, {}, {}).leaves.items()
-    }
+    forms = bind(mapping(text), shapes, {}, {}).leaves
+    there = {name: form.layout.shape for name, form in forms.items()}
     assert there == {"layers/0/w": (3, 4), "layers/1/w": (2, 3, 4)}
     back = bind(mapping(text).inverse(), there, {}, {}).leaves
     assert {name: form.layout.shape for name, form in back.items()} == shapes
@@ -331,10 +298,8 @@ def test_a_leaf_is_formed_once_and_has_no_leaf_above_it():
 
 
 def test_layers_may_be_counted_from_one():
-    text = (
-        "leaves:\n- {param: '{layer+1}.w', axes: a, leaf: {w: layer a}}\n- {param: '{i+1}.b', leaf:"
-        " 'b/{i}'}"
-    )
+    rules = "- {param: '{layer+1}.w', axes: a, leaf: {w: layer a}}\n"
+    text = f"leaves:\n{rules}" + "- {param: '{i+1}.b', leaf: 'b/{i}'}"
     shapes = {f"{i}.{kind}": (2,) for i in (1, 2) for kind in "wb"}
     bound = bind(mapping(text), shapes, {}, {})
     assert bound.leaves.keys() == {"w", "b/0", "b/1"}
@@ -349,48 +314,37 @@ def test_layers_may_be_counted_from_one():
 def test_the_rest_of_the_axes_may_differ_from_parameter_to_parameter():
     text = "leaves:\n- {param: '{name}.weight', leaf: 'm/{name}'}"
     bound = bind(mapping(text), {"a.weight": (2, 3), "b.weight": (4,), "c.weight": ()}, {}, {})
-    assert {name: form.layout.shape for name, form in bound.leaves.items()} == {
-        "m/a": (2, 3),
-        "m/b": (4,),
-        "m/c": (),
-    }
+    found = {name: form.layout.shape for name, form in bound.leaves.items()}
+    assert found == {"m/a": (2, 3), "m/b": (4,), "m/c": ()}
 
 
 def test_what_is_more_than_moving_elements_is_noted():
-    text = (
-        "leaves:\n- {param: e, axes: (vocab + _rest) d, leaf: {e: (vocab + _more) d, f: d (vocab +"
-        " _more)}}"
-    )
+    leaf = "{e: (vocab + _more) d, f: d (vocab + _more)}"
+    text = f"leaves:\n- {{param: e, axes: (vocab + _rest) d, leaf: {leaf}}}"
     notes = bind(mapping(text), {"e": (12, 2)}, {"vocab": 10, "_more": 6}, {}).notes
     assert "my.yaml:2: the rule for e: _rest of e is dropped; going back gives zeros there" in notes
     assert "my.yaml:2: the rule for e: 12 elements of e are padding, zeros" in notes
-    assert (
-        "my.yaml:2: the rule for e: one parameter becomes several leaves, which are independent"
-        " from then on" in notes
-    )
+    words = "one parameter becomes several leaves, which are independent from then on"
+    assert f"my.yaml:2: the rule for e: {words}" in notes
 
 
 @pytest.mark.parametrize(("grouped", "groups"), [(True, 2), (False, 8)])
 def test_megatron_has_as_many_query_groups_as_heads_where_it_has_none(grouped, groups):
     args = {"num_attention_heads": 8, "num_query_groups": 2, "group_query_attention": grouped}
-    numbers = config_of(
-        {"model_optim_rng.pt": {"args": {"!record": "argparse.Namespace", "fields": args}}}
-    )
+    record = {"!record": "argparse.Namespace", "fields": args}
+    numbers = config_of({"model_optim_rng.pt": {"args": record}})
     assert numbers["query_groups"] == groups
 
 
-@pytest.mark.parametrize(
-    ("frequency", "dense"),
-    [
-        ([0, 0, 1], 2),
-        ([0, 1, 1], 1),
-        ([1, 1], 0),
-        (1, 0),
-        (2, None),
-        ([1, 0, 1], None),
-        ("x", None),
-    ],
-)
+@pytest.mark.parametrize(("frequency", "dense"), [
+    ([0, 0, 1], 2),
+    ([0, 1, 1], 1),
+    ([1, 1], 0),
+    (1, 0),
+    (2, None),
+    ([1, 0, 1], None),
+    ("x", None),
+])  # fmt: skip
 def test_megatron_has_dense_layers_before_those_of_experts_or_in_between(frequency, dense):
     args = {"num_layers": 3, "moe_layer_freq": frequency}
     assert config_of({"common.pt": {"args": args}})["dense_layers"] == dense
@@ -415,10 +369,10 @@ def test_a_buffer_becomes_a_leaf_and_a_buffer_again():
     rules = mapping(BUFFERS)
     assert ucp.Mapping.from_dict(rules.inverse().to_dict()) == rules.inverse()
     mapped = checkpoint.map(rules)
-    assert {leaf.label for leaf in mapped.leaves} == {"param/a/w", "param/a/b", "exp_avg/a/w"}
+    assert set(mapped) == {"param/a/w", "param/a/b", "exp_avg/a/w"}
     np.testing.assert_array_equal(mapped.read("param/a/b"), arrays["bias"])
     back = mapped.map(rules.inverse())
-    assert {leaf.label for leaf in back.leaves} == {"param/w", "buffer/bias", "exp_avg/w"}
+    assert set(back) == {"param/w", "buffer/bias", "exp_avg/w"}
     np.testing.assert_array_equal(back.read("buffer/bias"), arrays["bias"])
 
 
@@ -426,7 +380,7 @@ def test_moments_of_what_becomes_a_buffer_are_left_with_a_reason():
     own = {"a": {"w": np.zeros(3), "b": np.ones(3)}}
     checkpoint = ucp.Checkpoint.of({"param": own, "exp_avg": own})
     back = checkpoint.map(mapping(BUFFERS).inverse())
-    assert {leaf.label for leaf in back.leaves} == {"param/w", "buffer/bias", "exp_avg/w"}
+    assert set(back) == {"param/w", "buffer/bias", "exp_avg/w"}
     assert "exp_avg/bias is left out: bias is a buffer, which no optimizer changes" in back.notes
 
 
@@ -458,9 +412,8 @@ def test_two_names_of_one_stacked_place_are_refused():
 
 
 def test_stacked_placeholders_mean_the_same_in_whatever_order_names_have_them():
-    rule = MappingRule(
-        {"p.{layer}.{expert}": "q", "r.{expert}.{layer}": "k"}, {"w": "layer expert (q + k)"}
-    )
+    names = {"p.{layer}.{expert}": "q", "r.{expert}.{layer}": "k"}
+    rule = MappingRule(names, {"w": "layer expert (q + k)"})
     names = [f"{name}.{i}.{j}" for name in "pr" for i in range(2) for j in range(2)]
     layout = bind(Mapping([rule]), dict.fromkeys(names, (2,)), {}, {}).leaves["w"].layout
     places = {layout.params[part.input]: part.target.offset[:2] for part in layout.parts}

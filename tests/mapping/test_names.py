@@ -33,9 +33,8 @@ def test_a_stride_without_a_place_stands_for_every_so_manieth_number(number, str
 @given(dense=st.integers(0, 6), layers=st.integers(0, 9))
 def test_ranges_that_meet_claim_every_number_once(dense, layers):
     sizes = {"dense": dense, "sparse": layers}
-    low, high = (
-        str(parse_name(text).with_numbers(sizes)) for text in ("{dense}", "{sparse+dense}")
-    )
+    names = (parse_name(text) for text in ("{dense}", "{sparse+dense}"))
+    low, high = (str(name.with_numbers(sizes)) for name in names)
     for number in range(dense + layers + 3):
         claims = [values_in(pattern, str(number), sizes) for pattern in (low, high)]
         assert sum(claim is not None for claim in claims) == (number < dense + layers)
@@ -119,9 +118,8 @@ def test_stacks_of_a_cycle_and_layers_over_go_there_and_back(layers):
     blocks = {f"blocks/{i}/w": (5, layers // 3, 2) for i in range(3 if layers >= 3 else 0)}
     assert shapes == blocks | {f"over/{i}/w": (5, 2) for i in range(layers % 3)}
     back = bind(mapping.inverse(), shapes, {}, {"layers": layers})
-    assert {name: form.layout.shape for name, form in back.leaves.items()} == dict.fromkeys(
-        names, (2, 5)
-    )
+    found = {name: form.layout.shape for name, form in back.leaves.items()}
+    assert found == dict.fromkeys(names, (2, 5))
 
 
 @pytest.mark.parametrize("missing", range(7))
@@ -177,16 +175,14 @@ def test_a_layer_that_lacks_what_others_have_is_refused_though_each_is_a_leaf(mi
     names = {f"h.{layer}.{part}": (2,) for layer in range(3) for part in BLOCK} | {"h.1.d": (2,)}
     assert len(bind(Mapping.parse(UNSTACKED), names, {}, {}).leaves) == len(names)
     del names[f"h.1.{missing}"]
-    with pytest.raises(
-        LayoutError, match=rf"finds no parameter at h\.1{missing[:-2].replace('e', '.e')}, but"
-    ):
+    name = missing[:-2].replace("e", ".e")
+    with pytest.raises(LayoutError, match=rf"finds no parameter at h\.1{name}, but"):
         bind(Mapping.parse(UNSTACKED), names, {}, {})
 
 
 def test_layers_of_other_names_may_be_others():
-    mapping = Mapping.parse(
-        "leaves:\n- {param: 'encoder.{i}.w', leaf: 'e/{i}'}\n- {param: 'decoder.{i}.w', leaf: 'd/{i}'}"
-    )
+    rules = ("{param: 'encoder.{i}.w', leaf: 'e/{i}'}", "{param: 'decoder.{i}.w', leaf: 'd/{i}'}")
+    mapping = Mapping.parse("leaves:\n- " + "\n- ".join(rules))
     assert len(bind(mapping, {"encoder.0.w": (2,), "decoder.1.w": (2,)}, {}, {}).leaves) == 2
 
 

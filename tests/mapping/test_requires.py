@@ -125,9 +125,7 @@ ACCEPTED = [
 
 
 def model(folder, case, changes, without=()):
-    """The checkpoint of a case with another config: None takes a key away, a dict changes what
-    is in one.
-    """
+    """The checkpoint of a case with another config: None takes a key away, a dict changes it."""
     shutil.copytree(DATA / case / "ckpt", folder)
     config = json.loads((folder / "config.json").read_text())
     for key, value in changes.items():
@@ -144,15 +142,12 @@ def model(folder, case, changes, without=()):
 
 
 @pytest.mark.parametrize(("case", "mapping", "changes", "name", "said"), REFUSED)
-def test_a_mapping_is_refused_where_the_model_has_another_arithmetic(
-    case, mapping, changes, name, said, tmp_path
-):
+def test_a_mapping_is_refused_for_another_arithmetic(case, mapping, changes, name, said, tmp_path):
     checkpoint = ucp.open(model(tmp_path / "model", case, changes))
     with pytest.raises(LayoutError) as error:
         checkpoint.map(mapping)
-    lines = [
-        line for line in str(error.value).split("\n  ") if line.startswith(f"requires {name}: ")
-    ]
+    lines = str(error.value).split("\n  ")
+    lines = [line for line in lines if line.startswith(f"requires {name}: ")]
     assert len(lines) == 1
     assert "` is needed, and the config has " in lines[0]
     assert said in lines[0]
@@ -174,9 +169,8 @@ def test_a_config_that_says_the_same_otherwise_is_accepted(case, mapping, change
     ({"moe_router_score_function": "sigmoid"}, "router"),
 ])  # fmt: skip
 def test_megatrons_arguments_say_what_the_reference_transformer_does_not_do(changes, name):
-    checkpoint = ucp.open(
-        DATA / "megatron" / "dist_tp2_gqa_swiglu_qknorm_fp32" / "ckpt", sizes={"vocab": 100}
-    )
+    path = DATA / "megatron" / "dist_tp2_gqa_swiglu_qknorm_fp32" / "ckpt"
+    checkpoint = ucp.open(path, sizes={"vocab": 100})
     assert checkpoint.map("megatron-gpt-to-reference").leaves
     checkpoint.extras["common.pt"]["args"]["fields"].update(changes)
     with pytest.raises(LayoutError, match=f"requires {name}: .*{next(iter(changes))}"):
@@ -232,9 +226,8 @@ def test_a_checkpoint_without_its_config_is_refused_until_that_is_given(tmp_path
     want = ucp.open(path.parent).map("hf-llama2-to-maxtext")
     for config in (path, str(path), json.loads(path.read_text()), ucp.open(path.parent).config):
         got = checkpoint.map("hf-llama2-to-maxtext", config=config)
-        assert {leaf.label: leaf.shape for leaf in got.leaves} == {
-            leaf.label: leaf.shape for leaf in want.leaves
-        }
+        shapes = [{leaf.label: leaf.shape for leaf in one.leaves} for one in (got, want)]
+        assert shapes[0] == shapes[1]
     with pytest.raises(LayoutError, match="requires rope: "):
         checkpoint.map("hf-llama-to-maxtext", config=path)
 
@@ -249,10 +242,8 @@ def test_a_given_config_is_remembered_so_that_the_way_back_needs_none(tmp_path):
     assert about["config"]["rope_parameters"] == config["rope_parameters"]
     assert "eos_token_id" not in about["config"]
     back = saved.map(ucp.Mapping.load("hf-llama-to-tunix").inverse())
-    assert any(
-        note.startswith("on the user's word, against the requirement rope_theta: ")
-        for note in back.notes
-    )
+    words = "on the user's word, against the requirement rope_theta: "
+    assert any(note.startswith(words) for note in back.notes)
     for name, param in checkpoint.params.items():
         np.testing.assert_array_equal(back.params[name].read(), param.read())
 
@@ -303,9 +294,8 @@ def test_an_untied_model_without_its_head_is_refused(tmp_path):
 
 
 def test_a_head_that_is_stored_beside_its_tied_embedding_becomes_no_leaf_and_is_compared(tmp_path):
-    checkpoint = ucp.open(
-        model(tmp_path / "model", "torch/hf_llama", {"tie_word_embeddings": True})
-    )
+    path = model(tmp_path / "model", "torch/hf_llama", {"tie_word_embeddings": True})
+    checkpoint = ucp.open(path)
     mapped = checkpoint.map("hf-llama2-to-maxtext")
     assert not [leaf.label for leaf in mapped.leaves if "logits_dense" in leaf.label]
     faults = [label for label, fault in mapped.verify() if fault]
@@ -356,17 +346,13 @@ def test_config_and_assume_go_with_a_mapping(tmp_path):
     case = DATA / "torch" / "hf_llama" / "ckpt"
     for more in (("--assume", "rope"), ("--config", "config.json")):
         assert "go with --mapping" in run("inspect", case, *more, code=2)
-        assert "go with --mapping" in run(
-            "export", case, tmp_path / "x", "--format", "safetensors", *more, code=2
-        )
+        text = run("export", case, tmp_path / "x", "--format", "safetensors", *more, code=2)
+        assert "go with --mapping" in text
     text = run("map", case, "--mapping", "hf-llama2-to-maxtext", "--assume", "none", code=1)
-    assert (
-        "none in assume: the requirements of hf-llama2-to-maxtext.yaml are family, rope,"
-        " one_rotation, activation, bias, sliding_window" in text
-    )
-    missing = run(
-        "map", case, "--mapping", "hf-llama2-to-maxtext", "--config", tmp_path / "no.json", code=1
-    )
+    names = "family, rope, one_rotation, activation, bias, sliding_window"
+    assert f"none in assume: the requirements of hf-llama2-to-maxtext.yaml are {names}" in text
+    options = "--mapping", "hf-llama2-to-maxtext", "--config", tmp_path / "no.json"
+    missing = run("map", case, *options, code=1)
     assert "no.json cannot be read as a model's config" in missing
 
 
@@ -429,18 +415,14 @@ REQUIREMENTS = {
 }  # fmt: skip
 
 
-def requirements_digest(mapping):
-    written_out = [[one.name, one.that, one.reason] for one in mapping.requires]
-    return hashlib.sha256(json.dumps(written_out).encode()).hexdigest()[:16]
-
-
 def test_shared_requirements_are_written_out_in_each_mapping_that_has_them():
     mappings = [ucp.Mapping.load(name) for name in shipped()]
-    digests = {
-        mapping.name.removesuffix(".yaml"): requirements_digest(mapping)
-        for mapping in mappings
-        if mapping.requires
-    }
+    asking = [mapping for mapping in mappings if mapping.requires]
+    digests = {}
+    for mapping in asking:
+        written_out = [[one.name, one.that, one.reason] for one in mapping.requires]
+        digest = hashlib.sha256(json.dumps(written_out).encode()).hexdigest()
+        digests[mapping.name.removesuffix(".yaml")] = digest[:16]
     assert digests == REQUIREMENTS
 
 

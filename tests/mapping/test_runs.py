@@ -74,10 +74,8 @@ def scanned_and_not(tmp_path):
     path = tmp_path / "scanned.yaml"
     path.write_text(SCANNED)
     checkpoint, config = ucp.Checkpoint.of({"param": hugging_face_tree()}), {"layers": 6}
-    trees = [
-        checkpoint.map(f"{path}{variant}", config=config).restore()["param"]
-        for variant in ("", ":unscanned")
-    ]
+    mapped = (checkpoint.map(f"{path}{variant}", config=config) for variant in ("", ":unscanned"))
+    trees = [one.restore()["param"] for one in mapped]
     return path, *trees
 
 
@@ -157,10 +155,8 @@ def test_weights_are_taken_out_of_a_run_by_their_label(tmp_path):
     ("{flat: {'net/blocks/{i}': net/b}}", "but no leaf has just these"),
 ])  # fmt: skip
 def test_variants_that_are_none_are_refused_when_the_mapping_is_read(variants, said):
-    text = SCANNED.replace(
-        'variants:\n  unscanned: {"net/blocks/{i}": "net/layers_{2*block+i}"}',
-        f"variants: {variants}",
-    )
+    own = 'variants:\n  unscanned: {"net/blocks/{i}": "net/layers_{2*block+i}"}'
+    text = SCANNED.replace(own, f"variants: {variants}")
     with pytest.raises(SpecError, match=said):
         ucp.Mapping.parse(text)
     with pytest.raises(SpecError, match="has no variant 'other'; it has unscanned"):

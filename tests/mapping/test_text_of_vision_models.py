@@ -82,11 +82,8 @@ def test_the_leaves_are_those_of_the_text_model_alone(model, text, on):
 
 def test_experts_may_be_packed():
     packed = ucp.open(MODEL / "packed" / "model.safetensors")
-    names = {
-        name: name.replace("model.", "model.language_model.", 1)
-        for name in packed.params
-        if name.startswith("model.")
-    }
+    own = [name for name in packed.params if name.startswith("model.")]
+    names = {name: name.replace("model.", "model.language_model.", 1) for name in own}
     tree = {"param": {names.get(name, name): one.read() for name, one in packed.params.items()}}
     found = ucp.Checkpoint.of(tree).map(TEXT, config=release().config).map(ON)
     assert_same(arrays_of(found), arrays_of(ucp.open(MODEL / "ckpt").map(ON)))
@@ -96,10 +93,8 @@ def test_experts_are_read_as_qwen_released_them_and_so_they_come_back():
     text, on = "vlm-qwen3-vl-moe-to-hf", "hf-qwen3-moe-to-maxtext"
     saved, plain = release("qwen3_moe"), ucp.open(DATA / "maxtext" / "qwen3_moe" / "ckpt")
     arrays = {name: one.read() for name, one in saved.params.items() if ".visual." not in name}
-    turned = {
-        name: one.swapaxes(1, 2).copy() if ".experts." in name else one
-        for name, one in arrays.items()
-    }
+    turned = {n: one.swapaxes(1, 2).copy() for n, one in arrays.items() if ".experts." in n}
+    turned = arrays | turned
     mapped = ucp.Checkpoint.of({"param": turned}).map(text, config=saved.config)
     assert_same(arrays_of(mapped), arrays_of(plain))
     assert_same(arrays_of(mapped.map(on)), arrays_of(plain.map(on)))
@@ -116,16 +111,13 @@ def test_qwen3_omni_may_have_the_names_and_packed_experts_of_transformers_in_mem
     arrays = {name: one.read() for name, one in one_by_one.params.items()}
     experts = {name: arrays.pop(name) for name in [*arrays] if name.startswith(EXPERTS)}
     count = text_config(one_by_one.config)["num_experts"]
-    gate, up, down = (
-        np.stack([experts[f"{EXPERTS}{i}.{name}_proj.weight"] for i in range(count)])
-        for name in ("gate", "up", "down")
-    )
+    names = [f"{EXPERTS}{{}}.{name}_proj.weight" for name in ("gate", "up", "down")]
+    each = [[experts[name.format(i)] for i in range(count)] for name in names]
+    gate, up, down = map(np.stack, each)
     arrays[f"{EXPERTS}gate_up_proj"] = np.concatenate([gate, up], axis=1)
     arrays[f"{EXPERTS}down_proj"] = down
-    arrays = {
-        name.replace("thinker.model.", "thinker.model.language_model."): one
-        for name, one in arrays.items()
-    }
+    old, new = "thinker.model.", "thinker.model.language_model."
+    arrays = {name.replace(old, new): one for name, one in arrays.items()}
     packed = ucp.Checkpoint.of({"param": arrays}).map(text, config=one_by_one.config)
     assert_same(arrays_of(packed.map(on)), arrays_of(one_by_one.map(text).map(on)))
 
@@ -203,13 +195,12 @@ def test_the_way_back_has_the_bits_of_the_release_without_its_tower(model, text,
 
 
 @pytest.mark.parametrize(("model", "text", "on"), CASES)
-def test_the_config_is_the_section_of_the_text_as_it_is_but_for_what_the_mapping_names(
-    model, text, on
-):
+def test_the_config_is_the_section_of_the_text_but_for_what_the_mapping_names(model, text, on):
     plain = ucp.open(DATA / "maxtext" / model / "ckpt").config
     found, named = release(model).map(text).config, ucp.Mapping.load(text).config.keys() - {"..."}
-    assert {key: value for key, value in found.items() if key not in named} == {
-        key: value for key, value in text_config(release(model).config).items() if key not in named
+    want = text_config(release(model).config)
+    assert {k: v for k, v in found.items() if k not in named} == {
+        k: v for k, v in want.items() if k not in named
     }
     shared = found.keys() & plain.keys() - {"dtype"}  # transformers has it once for Qwen3-Omni
     assert {key: plain[key] for key in shared} == {key: found[key] for key in shared}

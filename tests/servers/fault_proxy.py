@@ -237,9 +237,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers |= {"Content-Length": str(len(body))} if body or self.command != "GET" else {}
         headers |= changed or {}
         for attempt in range(3):
-            self._backend = self._backend or http.client.HTTPConnection(
-                self._proxy.backend, timeout=60
-            )
+            backend = self._proxy.backend
+            self._backend = self._backend or http.client.HTTPConnection(backend, timeout=60)
             try:
                 self._backend.request(self.command, self.path, body or None, headers)
                 answer = self._backend.getresponse()

@@ -96,11 +96,8 @@ def _azure(endpoint: str) -> Mapping[str, str]:
     }
 
 
-_ENVIRONMENTS: Mapping[str, Callable[[str], Mapping[str, str]]] = {
-    "s3": _s3,
-    "gcs": _gcs,
-    "azure": _azure,
-}
+Settings = Callable[[str], Mapping[str, str]]
+_ENVIRONMENTS: Mapping[str, Settings] = {"s3": _s3, "gcs": _gcs, "azure": _azure}
 
 
 @contextlib.contextmanager
@@ -171,13 +168,9 @@ def serving(
     """
     port = free_port()
     with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            ["sh", "-c", _GUARD, "sh", *command(port)],
-            env={**os.environ, **environment(port)},
-            stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=said,
-        )
+        own = {**os.environ, **environment(port)}
+        files = {"stdin": subprocess.PIPE, "stdout": said, "stderr": said}
+        process = subprocess.Popen(["sh", "-c", _GUARD, "sh", *command(port)], env=own, **files)
         try:
             if not _listens(process, port, time.monotonic() + start_s):
                 said.seek(0)

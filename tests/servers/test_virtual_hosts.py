@@ -16,9 +16,7 @@ ARRAYS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
 # as boto3 has it, and as the library that is asked
 @pytest.fixture(params=[HOST, f"{BUCKET}.{HOST}"])
 def asked(request, s3, monkeypatch):
-    """The (host, path) of requests, by a store whose buckets are hosts. No name server knows them:
-    a proxy does.
-    """
+    """The (host, path) of requests, by a store whose buckets are hosts that a proxy knows."""
     asked = []
 
     class Proxy(FaultProxy):

@@ -139,11 +139,8 @@ class _HubHandler(_Handler):
         self.say(200, body, {"Content-Type": "application/json"})
 
     def _siblings(self) -> list[dict[str, Any]]:
-        return [
-            {"rfilename": path.relative_to(self.root).as_posix(), **stored(path)}
-            for path in sorted(self.root.rglob("*"))
-            if path.is_file()
-        ]
+        files = [path for path in sorted(self.root.rglob("*")) if path.is_file()]
+        return [{"rfilename": p.relative_to(self.root).as_posix(), **stored(p)} for p in files]
 
     def _linked(self, name: str) -> None:
         self.links[name] += 1
@@ -160,9 +157,8 @@ def stored(path: Path) -> dict[str, Any]:
     about = {"size": len(data), "blobId": blob}
     if len(data) < 4096:
         return about
-    return about | {
-        "lfs": {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 134}
-    }
+    digest = hashlib.sha256(data).hexdigest()
+    return about | {"lfs": {"size": len(data), "sha256": digest, "pointerSize": 134}}
 
 
 def commit(root: Path) -> str:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ucp.errors import LayoutError, SpecError
-from jax_ucp.layout.patterns import Averaged, Fused, Padded, Pattern, Replicated, Sharded, Unique
+from jax_ucp.layout.patterns import Averaged, Fused, Padded, Replicated, Sharded, Unique
 from jax_ucp.shard_spec.expressions import names_in, size_of
 from jax_ucp.shard_spec.notation import built_in, load, parse, pattern_of
 from jax_ucp.shard_spec.rules import Sentence, Spec, SpecShard, layouts
@@ -64,13 +64,17 @@ simple = st.one_of(
         Fused, axes, st.dictionaries(st.sampled_from("qkv"), sizes, min_size=1), groups=sizes
     ),
 )
-any_pattern = st.recursive(
-    simple, lambda inner: st.builds(Padded, inner, axes, sizes, st.none() | sizes), max_leaves=3
-)
+
+
+def padded(inner):
+    return st.builds(Padded, inner, axes, sizes, st.none() | sizes)
+
+
+any_pattern = st.recursive(simple, padded, max_leaves=3)
 
 
 @given(st.lists(any_pattern, max_size=4))
-def test_python_to_yaml_to_python_is_the_original(patterns: list[Pattern]):
+def test_python_to_yaml_to_python_is_the_original(patterns):
     spec = Spec(tuple(Sentence(f"p{i}.*", pattern) for i, pattern in enumerate(patterns)))
     assert parse(to_yaml(spec)) == spec
     for pattern in patterns:
@@ -84,7 +88,7 @@ def test_rules_with_names_survive_the_round_trip_too():
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 9))
-def test_sizes_are_the_arithmetic_they_look_like(a: int, b: int, c: int):
+def test_sizes_are_the_arithmetic_they_look_like(a, b, c):
     assert size_of("(a + b) * c // c + a * 2", {"a": a, "b": b, "c": c}) == a + b + a * 2
     assert names_in("a * (b + 1)") == {"a", "b"}
 
@@ -197,9 +201,8 @@ def test_names_in_sizes_come_from_the_checkpoint_the_spec_and_the_spec_it_extend
 def test_a_rule_of_ones_own_wins_over_that_of_the_spec_it_extends():
     name = "decoder.final_layernorm.weight"
     given = {"swiglu": 1, "down_is_cut": 0}
-    assert layouts(Spec(extends=built_in("megatron")), {name: shards((4,), (4,))}, given)[
-        name
-    ].shape == (4,)
+    found = layouts(Spec(extends=built_in("megatron")), {name: shards((4,), (4,))}, given)
+    assert found[name].shape == (4,)
     own = parse(f"extends: megatron\nshards: [{{param: {name}, pattern: {{sharded: 0}}}}]")
     assert layouts(own, {name: shards((4,), (4,))}, given)[name].shape == (8,)
 
@@ -209,17 +212,15 @@ def test_a_rule_is_there_only_when_its_size_says_so(swiglu):
     name = "decoder.layers.7.mlp.linear_fc1.weight"
     rows = 3 * (1 + swiglu)
     spec = Spec(extends=built_in("megatron"))
-    found = layouts(
-        spec, {name: shards((rows, 4), (rows, 4))}, {"swiglu": swiglu, "ffn": 6, "down_is_cut": 0}
-    )[name]
+    given = {"swiglu": swiglu, "ffn": 6, "down_is_cut": 0}
+    found = layouts(spec, {name: shards((rows, 4), (rows, 4))}, given)[name]
     assert found.shape == (2 * rows, 4)
     assert [f.target.offset[0] for f in found.parts if f.input == 0] == ([0, 6] if swiglu else [0])
 
 
 def test_a_placeholder_is_one_part_of_a_name_and_a_star_is_any_text():
-    spec = parse(
-        "shards: [{param: 'a.{layer}.w', pattern: unique}, {param: 'b.*', pattern: unique}]"
-    )
+    rules = "{param: 'a.{layer}.w', pattern: unique}, {param: 'b.*', pattern: unique}"
+    spec = parse(f"shards: [{rules}]")
     params = {"a.3.w": shards((1,)), "b.3.4.w": shards((1,))}
     assert set(layouts(spec, params)) == set(params)
     with pytest.raises(LayoutError, match=r"a\.3\.4\.w is claimed by no rule"):

@@ -4,8 +4,6 @@ import itertools
 import math
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 import torch_writer
-from helpers import MemoryStore, memory, numbered
+from helpers import MemoryStore, faults_of, memory, numbered
 from jax_ucp.arrays.budget import run_bounded, threads
 from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.gather import read_boxes
@@ -38,6 +36,7 @@ from jax_ucp.layout.box import Box
 from jax_ucp.tree import Key, Leaf
 from jax_ucp.universal.copy import CopyBlock, CopyPlan, copy, plan_copy
 from jax_ucp.universal.store import ZarrStore
+from programs import python
 
 
 class ChunkedStore(MemoryStore):
@@ -88,9 +87,8 @@ def test_boxes_read_together_equal_slices_and_no_chunk_is_read_twice(data):
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
     chunk = tuple(data.draw(st.integers(1, n)) for n in shape)
     cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
-    grid = np.stack(np.meshgrid(*[range(len(c) - 1) for c in cuts], indexing="ij"), -1).reshape(
-        -1, len(shape)
-    )
+    ranges = [range(len(c) - 1) for c in cuts]
+    grid = np.stack(np.meshgrid(*ranges, indexing="ij"), -1).reshape(-1, len(shape))
     boxes = [
         Box(
             tuple(c[i] for c, i in zip(cuts, place, strict=True)),
@@ -98,11 +96,8 @@ def test_boxes_read_together_equal_slices_and_no_chunk_is_read_twice(data):
         )
         for place in grid.tolist()
     ]
-    wanted = (
-        data.draw(st.lists(st.sampled_from(boxes), min_size=2, unique=True))
-        if len(boxes) > 1
-        else boxes
-    )
+    some = st.lists(st.sampled_from(boxes), min_size=2, unique=True)
+    wanted = data.draw(some) if len(boxes) > 1 else boxes
     store = ChunkedStore({"w": numbered(shape)}, chunk)
     for box, got in zip(wanted, read_boxes(store, "w", wanted), strict=True):
         np.testing.assert_array_equal(got, store.data["w"][box.index])
@@ -116,11 +111,9 @@ def test_boxes_read_together_equal_slices_and_no_chunk_is_read_twice(data):
 
 
 @given(
-    st.lists(st.integers(0, 60), max_size=3).map(tuple),
-    st.sampled_from([1, 2, 4, 8]),
-    st.integers(256, 1 << 20),
-    st.data(),
-)
+    st.lists(st.integers(0, 60), max_size=3).map(tuple), st.sampled_from([1, 2, 4, 8]),
+    st.integers(256, 1 << 20), st.data(),
+)  # fmt: skip
 def test_chunks_nest_tile_and_respect_the_cells_of_their_writers(shape, itemsize, limit, data):
     cuts = [data.draw(st.sampled_from([d for d in range(1, 9) if n % d == 0])) for n in shape]
     cell = tuple(n // d for n, d in zip(shape, cuts, strict=True))
@@ -134,10 +127,8 @@ def test_chunks_nest_tile_and_respect_the_cells_of_their_writers(shape, itemsize
     assert np.prod(whole.inner) * itemsize <= max(limit, itemsize)
 
 
-SMOOTH = [
-    math.prod(factors)
-    for factors in itertools.product((1, 2, 4, 8, 16), (1, 3, 9), (1, 5), (1, 7, 49))
-]
+FACTORS = itertools.product((1, 2, 4, 8, 16), (1, 3, 9), (1, 5), (1, 7, 49))
+SMOOTH = [math.prod(factors) for factors in FACTORS]
 
 
 @given(
@@ -159,30 +150,23 @@ def test_a_small_array_is_one_chunk_and_a_row_sharded_one_can_be_cut_eightfold_o
     assert writer_cells((1536, 512), 4, rows).shape == (192, 512)
     assert chunk_shapes((1536, 512), 4, (192, 512)) == Chunks((192, 512), (192, 64))
     assert chunk_shapes((100, 100), 4) == Chunks((100, 100), (100, 100))
-    assert writer_cells((512,), 4, [[Box((i * 64,), (i * 64 + 64,)) for i in range(8)]]).shape == (
-        512,
-    )
+    eighths = [Box((i * 64,), (i * 64 + 64,)) for i in range(8)]
+    assert writer_cells((512,), 4, [eighths]).shape == (512,)
 
 
 def test_a_part_of_a_chunk_is_not_written(tmp_path):
-    store = ZarrStore(
-        LocalFiles(tmp_path),
-        {"w": ArrayInfo((4, 4), np.dtype("f4"))},
-        {"w": Chunks((2, 4), (2, 2))},
-    )
+    arrays = {"w": ArrayInfo((4, 4), np.dtype("f4"))}
+    store = ZarrStore(LocalFiles(tmp_path), arrays, {"w": Chunks((2, 4), (2, 2))})
     with pytest.raises(ValueError, match=r"w: \[0:2, 0:2\] is not a chunk of \(2, 4\)"):
         store.write("w", Box((0, 0), (2, 2)), [np.zeros((2, 2), np.float32)])
 
 
 def contents(path: Path, rows: int = 64) -> Contents:
     """A checkpoint of two arrays in memory, said to lie at `path`."""
-    arrays = MemoryStore(
-        {"a": numbered((rows, 32), np.float32), "b": numbered((rows,), np.float32)}
-    )
-    leaves = [
-        Leaf((Key("dict", name),), name, "array", a.shape, "float32")
-        for name, a in arrays.data.items()
-    ]
+    shapes = {"a": (rows, 32), "b": (rows,)}
+    arrays = MemoryStore({name: numbered(shape, np.float32) for name, shape in shapes.items()})
+    items = arrays.data.items()
+    leaves = [Leaf((Key("dict", n),), n, "array", a.shape, "float32") for n, a in items]
     files = SourceFiles()
     at = file_path(path)
     if at.is_file():
@@ -262,7 +246,7 @@ def test_a_copy_that_lost_its_power_is_taken_up_from_what_was_on_the_disk(
     # there.
     assert len(source.arrays.reads) - before <= len(plan.blocks) - kept + 4 + threads()
     result = ucp.open(tmp_path / "out")
-    assert [fault for _, fault in result.verify() if fault] == []
+    assert faults_of(result) == []
     for name, array in source.arrays.data.items():
         np.testing.assert_array_equal(result.read(name), array)
 
@@ -401,9 +385,8 @@ def test_an_unfinished_copy_of_another_reading_of_the_same_source_is_not_taken_u
     elements are not.
     """
     (tmp_path / "source").write_text("the source")
-    master = replace(
-        contents(tmp_path / "source"), inventory=[Item("source:a", "", "mapped", "the master")]
-    )
+    item = Item("source:a", "", "mapped", "the master")
+    master = replace(contents(tmp_path / "source"), inventory=[item])
     taken = replace(master, inventory=[Item("source:a", "", "skipped", "not taken")])
 
     stopped(master, plan_copy(master, 8192), tmp_path / "out")
@@ -448,9 +431,8 @@ def test_an_unfinished_copy_by_another_spec_is_not_taken_up(tmp_path):
 def test_an_unfinished_copy_of_another_part_of_a_run_is_not_taken_up(tmp_path):
     """Weights and their average have the same names, shapes and files."""
     rows = np.arange(64, dtype=np.float32)
-    memory({"params": {"a": rows, "b": rows}, "ema": {"a": -rows, "b": -rows}}).save(
-        tmp_path / "run"
-    )
+    tree = {"params": {"a": rows, "b": rows}, "ema": {"a": -rows, "b": -rows}}
+    memory(tree).save(tmp_path / "run")
     run, out, whole = ucp.open(tmp_path / "run"), tmp_path / "out", tmp_path / "whole"
 
     def shares_of(name: str, index: int):
@@ -472,10 +454,8 @@ def test_what_a_spec_says_is_the_same_in_every_process():
     whole = patterns.Fused(0, dict.fromkeys("qkvwxyz", 2), frozenset("qkvwxyz"))
     said = "from jax_ucp.layout.patterns import Fused; print(Fused(0, dict.fromkeys('qkvwxyz', 2),"
     for seed in ("1", "2"):
-        command = [sys.executable, "-c", f"{said} frozenset('qkvwxyz')))"]
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        printed = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
-        assert printed == f"{whole!r}\n"
+        program = f"{said} frozenset('qkvwxyz')))"
+        assert python("-c", program, env={"PYTHONHASHSEED": seed}) == f"{whole!r}\n"
 
 
 def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
@@ -561,12 +541,8 @@ print(peak() - before)
 def universal(path: Path, data: np.ndarray) -> None:
     leaves = [Leaf((Key("dict", n),), n, "array", data[0].shape, "float32") for n in "abc"]
     path.with_suffix(".source").write_text("the source")
-    source = Contents(
-        "memory",
-        str(path.with_suffix(".source")),
-        leaves,
-        MemoryStore(dict(zip("abc", data, strict=True))),
-    )
+    arrays = MemoryStore(dict(zip("abc", data, strict=True)))
+    source = Contents("memory", str(path.with_suffix(".source")), leaves, arrays)
     copy(source, plan_copy(source), file_path(path))
 
 
@@ -574,34 +550,23 @@ def deepspeed(path: Path, data: np.ndarray) -> None:
     flat = data.reshape(-1)
     module = {name: part.astype(ml_dtypes.bfloat16) for name, part in zip("abc", data, strict=True)}
     shapes = {name: part.shape for name, part in module.items()}
-    torch_writer.save(
-        {"module": module, "param_shapes": [shapes]}, path / "mp_rank_00_model_states.pt"
-    )
-    state = {
-        "base_optimizer_state": {"state": {}},
-        "single_partition_of_fp32_groups": [flat],
-        "zero_stage": 1,
-    }
-    torch_writer.save(
-        {"optimizer_state_dict": state}, path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    )
+    tree = {"module": module, "param_shapes": [shapes]}
+    torch_writer.save(tree, path / "mp_rank_00_model_states.pt")
+    state = {"base_optimizer_state": {"state": {}}, "zero_stage": 1}
+    state["single_partition_of_fp32_groups"] = [flat]
+    file = path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch_writer.save({"optimizer_state_dict": state}, file)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("write", [universal, deepspeed])
-def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size_of_the_checkpoint(
-    tmp_path, write
-):
+def test_the_budget_bounds_the_memory_of_a_conversion_whatever_the_size(tmp_path, write):
     data = np.random.default_rng(0).random(size=(3, 1024, 32768), dtype=np.float32)
     write(tmp_path / "big", data)
 
     def peak(budget: int) -> int:
-        command = [
-            sys.executable, "-c", MEASURE, str(tmp_path / "big"), str(tmp_path / f"out{budget}"), str(budget),
-        ]  # fmt: skip
-        return int(
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-        )
+        out = tmp_path / f"out{budget}"
+        return int(python("-c", MEASURE, tmp_path / "big", out, budget))
 
     small = 16 << 20
     constant = 128 << 20  # what the libraries and the allocator keep beside the blocks in flight

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
-from helpers import boxes_in
+from helpers import boxes_in, faults_of, mesh_of
 from hostile.files import resealed, without_crcs
 from jax_ucp.errors import CorruptData
 from jax_ucp.handler.versions import HAS_V1
@@ -33,10 +33,7 @@ from jax_ucp.universal.packs import PACK_FROM
 from jax_ucp.universal.shard_codec import CRC_BYTES, chunk_bytes
 from jax_ucp.universal.store import ZarrStore, open_store
 
-MESHES = [
-    Mesh(np.array(jax.devices()[: a * b]).reshape(a, b), ("x", "y"))
-    for a, b in ((4, 2), (1, 8), (2, 3), (1, 1))
-]
+MESHES = [mesh_of(*shape, names=("x", "y")) for shape in ((4, 2), (1, 8), (2, 3), (1, 1))]
 ROWS = NamedSharding(MESHES[0], P("x"))
 INNER = "wide"  # the array of which each file has several inner chunks
 
@@ -93,9 +90,8 @@ def changed(file: Path, data: bytes) -> Iterator[None]:
 
 def by_v1(item: Path, mesh: Mesh) -> Any:
     try:
-        return v1.load_checkpointables(item.parent, {"default": ucp.args.Restore(mesh=mesh)})[
-            "default"
-        ]
+        target = {"default": ucp.args.Restore(mesh=mesh)}
+        return v1.load_checkpointables(item.parent, target)["default"]
     except Exception as error:  # v1 raises one of its own from that of any handler
         raise (error.__cause__ or error) from None
 
@@ -141,19 +137,16 @@ def test_a_chunk_file_that_is_another_of_its_size_is_refused_by_every_reader(run
 def test_the_metadata_of_another_step_or_run_are_refused_by_every_reader(runs, item, reader):
     for other in (runs[0] / "2", runs[1] / "1"):
         data = (other / "default" / "ucp.json").read_bytes()
-        with (
-            changed(item / "ucp.json", data),
-            pytest.raises(CorruptData, match="another array, step or run"),
-        ):
+        refused = pytest.raises(CorruptData, match="another array, step or run")
+        with changed(item / "ucp.json", data), refused:
             READERS[reader](item, MESHES[0])
     READERS[reader](item, MESHES[0])
 
 
 def test_what_is_not_of_the_exchanged_file_is_still_read(runs, item):
     want = tree(1, 0)
-    with changed(
-        item / "b.0" / "c.0.0", (runs[1] / "1" / "default" / "b.0" / "c.0.0").read_bytes()
-    ):
+    other = (runs[1] / "1" / "default" / "b.0" / "c.0.0").read_bytes()
+    with changed(item / "b.0" / "c.0.0", other):
         checkpoint = ucp.open(item)
         np.testing.assert_array_equal(checkpoint.read("b/1"), want["b"][1])
         with pytest.raises(CorruptData, match=r"b\.0: "):
@@ -169,31 +162,22 @@ def test_an_inner_chunk_in_the_place_of_another_is_refused_where_any_of_it_is_re
     metadata, store = open_store(item)
     stored = metadata.arrays[INNER]
     grid = tuple(o // i for o, i in zip(stored.outer, stored.inner, strict=True))
-    count, nbytes = (
-        int(np.prod(grid)),
-        chunk_bytes(Chunks(stored.outer, stored.inner), np.dtype(np.float32)),
-    )
+    count = int(np.prod(grid))
+    nbytes = chunk_bytes(Chunks(stored.outer, stored.inner), np.dtype(np.float32))
     assert count > 3
-    file = data.draw(
-        st.sampled_from(chunk_files(item)).filter(lambda path: path.parent.name == INNER),
-        label="file",
-    )
-    one, other = data.draw(
-        st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True), label="inner"
-    )
+    files = st.sampled_from(chunk_files(item)).filter(lambda path: path.parent.name == INNER)
+    file = data.draw(files, label="file")
+    two = st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True)
+    one, other = data.draw(two, label="inner")
     raw = bytearray(file.read_bytes())
     if data.draw(st.booleans(), label="by its bytes"):
         raw[one * nbytes : (one + 1) * nbytes] = raw[other * nbytes : (other + 1) * nbytes]
     else:
-        index = (
-            np.frombuffer(raw[-16 * count - CRC_BYTES : -CRC_BYTES], np.uint64)
-            .reshape(count, 2)
-            .copy()
-        )
+        index = np.frombuffer(raw[-16 * count - CRC_BYTES : -CRC_BYTES], np.uint64)
+        index = index.reshape(count, 2).copy()
         index[one] = index[other]
-        raw[-16 * count - CRC_BYTES :] = index.tobytes() + google_crc32c.value(
-            index.tobytes()
-        ).to_bytes(4, "little")
+        crc = google_crc32c.value(index.tobytes()).to_bytes(4, "little")
+        raw[-16 * count - CRC_BYTES :] = index.tobytes() + crc
     outer = [int(part) for part in file.name.split(".")[1:]]
     place = [o * g + p for o, g, p in zip(outer, grid, np.unravel_index(one, grid), strict=True)]
     start = [p * n for p, n in zip(place, stored.inner, strict=True)]
@@ -206,20 +190,15 @@ def test_an_inner_chunk_in_the_place_of_another_is_refused_where_any_of_it_is_re
             with pytest.raises(CorruptData, match=r"inner chunk .* another array, step or run"):
                 store.read(INNER, box)
         else:
-            np.testing.assert_array_equal(
-                store.read(INNER, box), np.asarray(tree(1, 0)[INNER])[box.index]
-            )
+            want = np.asarray(tree(1, 0)[INNER])[box.index]
+            np.testing.assert_array_equal(store.read(INNER, box), want)
 
 
 @pytest.mark.parametrize("other", [1, PACK_FROM - 1])
 def test_a_chunk_of_a_pack_in_the_place_of_another_is_refused(tmp_path, other):
     with ocp.CheckpointManager(tmp_path, item_handlers=ucp.CheckpointHandler()) as manager:
-        manager.save(
-            1,
-            args=ucp.args.Save(
-                {f"w{i:04}": np.arange(i, i + 5, dtype=np.int32) for i in range(PACK_FROM)}
-            ),
-        )
+        arrays = {f"w{i:04}": np.arange(i, i + 5, dtype=np.int32) for i in range(PACK_FROM)}
+        manager.save(1, args=ucp.args.Save(arrays))
     item = tmp_path / "1" / "default"
     (pack,) = item.glob("ucp.pack_*")
     data, nbytes = pack.read_bytes(), pack.stat().st_size // PACK_FROM
@@ -241,10 +220,8 @@ def require_bound(item: Path) -> None:
     for leaf in ucp.open(item).leaves:
         if leaf.has_array and leaf.shape:
             file = next(file for file in chunk_files(item) if file.parent.name == leaf.name)
-            with (
-                changed(file, chunk_of_zeros(item, leaf.name)),
-                pytest.raises(CorruptData, match="another array"),
-            ):
+            zeros = chunk_of_zeros(item, leaf.name)
+            with changed(file, zeros), pytest.raises(CorruptData, match="another array"):
                 ucp.open(item).read(leaf.label)
 
 
@@ -276,14 +253,11 @@ def test_a_copy_is_bound_also_if_it_was_taken_up(item, tmp_path):
         source.save(tmp_path / "taken up", progress=stop, budget_bytes=1 << 20)
     with pytest.MonkeyPatch.context() as patch:
         held = []
-        patch.setattr(
-            ZarrStore,
-            "holds",
-            lambda *args, holds=ZarrStore.holds: held.append(args) or holds(*args),
-        )
+        holds = ZarrStore.holds
+        patch.setattr(ZarrStore, "holds", lambda *args: held.append(args) or holds(*args))
         result = source.save(tmp_path / "taken up", budget_bytes=1 << 20)
     assert held
-    assert [fault for _, fault in result.verify() if fault] == []
+    assert faults_of(result) == []
     require_bound(Path(result.path))
 
 
@@ -299,19 +273,14 @@ def test_the_crcs_are_those_of_the_files_in_row_major_order(item, tmp_path):
 
 
 def require_crcs(content: Any, want: Any) -> None:
-    for name, array in {
-        "a": want["a"],
-        "edge": want["edge"],
-        "b.1": want["b"][1],
-        "step": np.int64(1),
-    }.items():
+    arrays = {"a": want["a"], "edge": want["edge"], "b.1": want["b"][1]}
+    for name, array in (arrays | {"step": np.int64(1)}).items():
         array, inner = np.asarray(array), content["arrays"][name]["inner"]
         grid = [-(-n // c) for n, c in zip(array.shape, inner, strict=True)]
         padded = np.zeros([n * c for n, c in zip(grid, inner, strict=True)], array.dtype)
         padded[tuple(map(slice, array.shape))] = array
-        found = np.frombuffer(base64.b64decode(content["arrays"][name]["crcs"]), "<u4").reshape(
-            grid
-        )
+        crcs = base64.b64decode(content["arrays"][name]["crcs"])
+        found = np.frombuffer(crcs, "<u4").reshape(grid)
         for place in np.ndindex(*grid):
             part = padded[tuple(slice(p * c, p * c + c) for p, c in zip(place, inner, strict=True))]
             assert google_crc32c.value(part.tobytes()) == found[place], (name, place)
@@ -322,6 +291,6 @@ def test_a_checkpoint_without_the_crcs_is_read_as_before(item, tmp_path):
     assert not any(stored.crcs for stored in open_store(old)[0].arrays.values())
     want = ucp.open(item).restore()
     jax.tree.map(np.testing.assert_array_equal, ucp.open(old).restore(), want)
-    assert [fault for _, fault in ucp.open(old).verify() if fault] == []
+    assert faults_of(ucp.open(old)) == []
     (old / "b.0" / "c.0.0").write_bytes((old / "b.1" / "c.0.0").read_bytes())
-    assert len([fault for _, fault in ucp.open(old).verify() if fault]) == 1
+    assert len(faults_of(ucp.open(old))) == 1

@@ -23,19 +23,13 @@ SAMPLE = 3000
 
 
 def read_as_stock(item: Path, name: str) -> np.ndarray:
-    """The array as TensorStore has it, in the way in which `_METADATA` tells stock Orbax to look
-    for it.
-    """
+    """The array as TensorStore has it, as `_METADATA` tells stock Orbax to look for it."""
     if json.loads((item / "_METADATA").read_bytes())["use_ocdbt"]:
         kvstore: Any = {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{name}/"}
     else:
         kvstore = f"file://{item}/{name}/"
-    return np.asarray(
-        ts.open({"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False})
-        .result()
-        .read()
-        .result()
-    )
+    spec = {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
+    return np.asarray(ts.open(spec).result().read().result())
 
 
 @pytest.fixture
@@ -61,12 +55,8 @@ def test_no_flipped_bit_makes_another_array_of_it(item, file):
 def test_stock_reads_every_array_by_the_index_and_zarr_s_readers_by_its_directory(item):
     for name, want in TREE.items():
         np.testing.assert_array_equal(read_as_stock(item, name), want)
-        plain = (
-            ts.open({"driver": "zarr3", "kvstore": f"file://{item}/{name}/"})
-            .result()
-            .read()
-            .result()
-        )
+        array = ts.open({"driver": "zarr3", "kvstore": f"file://{item}/{name}/"}).result()
+        plain = array.read().result()
         np.testing.assert_array_equal(np.asarray(plain), want)
 
 

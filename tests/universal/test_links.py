@@ -15,6 +15,7 @@ import jax_ucp as ucp
 import links_table
 from cases import Case
 from handler_cases import stock_warns
+from helpers import faults_of
 from hostile.files import resealed
 from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.handler.versions import HAS_V1
@@ -133,7 +134,7 @@ def test_a_bit_that_changes_under_the_version_is_found_by_the_checksum(tmp_path)
         handle.write(data)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     link = ucp.open(tmp_path / "link")
-    faults = [fault for _, fault in link.verify() if fault]
+    faults = faults_of(link)
     assert len(faults) == 1
     assert FILE in faults[0]
     with pytest.raises(CorruptData, match="CRC"):
@@ -183,10 +184,8 @@ HOSTILE = {
 @pytest.mark.parametrize("said", HOSTILE)
 def test_a_link_that_no_writer_makes_is_refused(said, tmp_path):
     LLAMA.open().link(tmp_path / "link")
-    resealed(
-        tmp_path / "link",
-        lambda about: HOSTILE[said](about["linked"]["param.lm_head.weight"], about),
-    )
+    change = HOSTILE[said]
+    resealed(tmp_path / "link", lambda x: change(x["linked"]["param.lm_head.weight"], x))
     with pytest.raises(FormatError, match=said):
         ucp.open(tmp_path / "link")
 

@@ -1,6 +1,4 @@
-"""`ucp.json` gives back every leaf that it was given, and says once what many leaves have in
-common.
-"""
+"""`ucp.json` gives back every leaf that it was given, and says once what leaves share."""
 
 from dataclasses import replace
 
@@ -19,9 +17,8 @@ KEYS = st.one_of(
 )
 AXES = st.lists(st.none() | TEXT | st.lists(TEXT, max_size=2).map(tuple), max_size=3).map(tuple)
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-SHARDINGS = st.none() | st.builds(
-    SavedSharding, st.just(("x",)), SHAPES, AXES, st.lists(st.integers(0, 9), max_size=2).map(tuple)
-)
+NUMBERS = st.lists(st.integers(0, 9), max_size=2).map(tuple)
+SHARDINGS = st.none() | st.builds(SavedSharding, st.just(("x",)), SHAPES, AXES, NUMBERS)
 LEAVES = st.builds(
     Leaf,
     st.lists(KEYS, max_size=3).map(tuple),
@@ -34,13 +31,8 @@ LEAVES = st.builds(
     SHARDINGS,
     st.none() | AXES,
 )
-STORED = st.builds(
-    ArrayRecord,
-    SHAPES,
-    SHAPES,
-    st.just(("0123456789abcdef",)),
-    st.lists(st.tuples(PLACES, PLACES)).map(tuple),
-)
+PAIRS = st.lists(st.tuples(PLACES, PLACES)).map(tuple)
+STORED = st.builds(ArrayRecord, SHAPES, SHAPES, st.just(("0123456789abcdef",)), PAIRS)
 
 
 @given(st.lists(LEAVES, max_size=6), st.dictionaries(TEXT, STORED, max_size=4))
@@ -58,11 +50,8 @@ def test_a_mesh_of_many_devices_is_there_once_for_all_leaves():
 
 
 # Letters whose case or whose spelling differs between names that some file systems take for one.
-ALIKE = st.text(
-    st.sampled_from("aA.%/ 1iI\u0131\u0130\xdf\u017fKk\xe9\u212a\u0301e\ufe0f\xc5\u212b\uff05"),
-    min_size=1,
-    max_size=4,
-)
+LETTERS = "aA.%/ 1iI\u0131\u0130\xdf\u017fKk\xe9\u212a\u0301e\ufe0f\xc5\u212b\uff05"
+ALIKE = st.text(st.sampled_from(LETTERS), min_size=1, max_size=4)
 
 
 @given(st.lists(st.lists(ALIKE, min_size=1, max_size=2).map(tuple), unique=True, max_size=8))

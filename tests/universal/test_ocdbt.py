@@ -19,9 +19,8 @@ FILES = {"data": bytes(range(256)) * 2, "deep/er/é": b"0123456789" * 30}
 def ranges() -> st.SearchStrategy[ValueRange]:
     def within(file: str) -> st.SearchStrategy[ValueRange]:
         size = len(FILES[file])
-        return st.tuples(st.integers(0, size), st.integers(0, size)).map(
-            lambda ends: ValueRange(file, min(ends), max(ends) - min(ends))
-        )
+        ends = st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted)
+        return ends.map(lambda span: ValueRange(file, span[0], span[1] - span[0]))
 
     return st.sampled_from(sorted(FILES)).flatmap(within)
 
@@ -30,9 +29,8 @@ def write(root, entries) -> None:
     for name, data in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
-    parts, manifest = index_parts(
-        "index", sorted((key.encode(), value) for key, value in entries.items())
-    )
+    pairs = sorted((key.encode(), value) for key, value in entries.items())
+    parts, manifest = index_parts("index", pairs)
     (root / "index").write_bytes(b"".join(parts))
     (root / MANIFEST_FILE).write_bytes(manifest)
 
@@ -51,26 +49,22 @@ def test_tensorstore_reads_the_bytes_of_every_range(tmp_path_factory, entries, n
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ocdbt, "NODE_ENTRIES", node_entries)
         write(root, entries)
-    want = {
-        key.encode(): FILES[at.file][at.offset : at.offset + at.nbytes]
-        for key, at in entries.items()
-    }
+    want = {}
+    for key, at in entries.items():
+        want[key.encode()] = FILES[at.file][at.offset : at.offset + at.nbytes]
     assert read(root) == want
 
 
 def test_more_entries_than_one_node_has_are_read(tmp_path):
     count = 300_000
-    entries = {
-        f"layers.{i}.attention.output.kernel/c.0": ValueRange("data", i % 256, 8)
-        for i in range(count)
-    }
+    keys = [f"layers.{i}.attention.output.kernel/c.0" for i in range(count)]
+    entries = {key: ValueRange("data", i % 256, 8) for i, key in enumerate(keys)}
     write(tmp_path, entries)
     assert (tmp_path / "index").stat().st_size > 8 << 20
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result()
     for i in random.Random(0).sample(range(count), 100):
-        assert store[f"layers.{i}.attention.output.kernel/c.0"] == bytes(
-            FILES["data"][i % 256 : i % 256 + 8]
-        )
+        want = bytes(FILES["data"][i % 256 : i % 256 + 8])
+        assert store[f"layers.{i}.attention.output.kernel/c.0"] == want
 
 
 @pytest.mark.parametrize("node_entries", [6, 20])
@@ -82,9 +76,8 @@ def test_no_flipped_bit_of_manifest_or_nodes_passes(tmp_path, monkeypatch, node_
     for name in ("index", MANIFEST_FILE):
         data = (tmp_path / name).read_bytes()
         for at in range(len(data)):
-            (tmp_path / name).write_bytes(
-                data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
-            )
+            flipped = bytes([data[at] ^ 1 << at % 8])
+            (tmp_path / name).write_bytes(data[:at] + flipped + data[at + 1 :])
             with pytest.raises(ValueError, match=r"Error|error"):
                 read(tmp_path)
         (tmp_path / name).write_bytes(data)

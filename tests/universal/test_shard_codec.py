@@ -12,7 +12,7 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers import boxes_in
+from helpers import boxes_in, tree_of_files
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import CorruptData
 from jax_ucp.files.local import LocalFiles
@@ -57,11 +57,8 @@ def stored_by_tensorstore(root: Path, array: np.ndarray, chunks: Chunks) -> None
 
 
 def data_files(root: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(root)): p.read_bytes()
-        for p in root.rglob("*")
-        if p.is_file() and p.name != "zarr.json"
-    }
+    files = tree_of_files(root).items()
+    return {name: data for name, data in files if not name.endswith("zarr.json")}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,9 +70,8 @@ def test_every_dtype_is_written_as_tensorstore_writes_it(tmp_path, dtype):
         stored_by_us(ours, array, chunks)
         stored_by_tensorstore(theirs, array, chunks)
         assert data_files(ours) == data_files(theirs)
-        assert json.loads((ours / "w/zarr.json").read_bytes()) == json.loads(
-            (theirs / "w/zarr.json").read_bytes()
-        )
+        mine, other = (json.loads((x / "w/zarr.json").read_bytes()) for x in (ours, theirs))
+        assert mine == other
         same = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{ours}/w/"}}
         read = ts.open(same, open=True).result()
         assert np.asarray(read.read().result()).tobytes() == array.tobytes()
@@ -112,11 +108,8 @@ def test_any_boxes_of_any_chunks_are_read_back(tmp_path_factory, data):
     outs = [np.full(box.shape, -1, np.int32) for box in boxes]
     # Larger files are not read whole, and their index may be longer than an inner chunk.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            shard_file,
-            "WHOLE_BYTES",
-            data.draw(st.sampled_from([0, shard_file.WHOLE_BYTES]), label="whole"),
-        )
+        sizes = st.sampled_from([0, shard_file.WHOLE_BYTES])
+        patch.setattr(shard_file, "WHOLE_BYTES", data.draw(sizes, label="whole"))
         store.read_into("w", boxes, outs)
     for box, out in zip(boxes, outs, strict=True):
         np.testing.assert_array_equal(out, array[box.index])
@@ -145,9 +138,8 @@ def test_tiles_are_read_back_however_many_go_together_and_wherever_takers_part(
     together = data.draw(st.integers(1, 8), label="together")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_file, "WHOLE_BYTES", 0)
-        patch.setattr(
-            shard_file, "LOCAL_BATCH_BYTES", together * shard_file.chunk_bytes(chunks, dtype)
-        )
+        nbytes = together * shard_file.chunk_bytes(chunks, dtype)
+        patch.setattr(shard_file, "LOCAL_BATCH_BYTES", nbytes)
         store.read_into("w", boxes, outs)
     for box, out in zip(boxes, outs, strict=True):
         np.testing.assert_array_equal(out, array[box.index])

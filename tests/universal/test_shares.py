@@ -29,11 +29,8 @@ from jax_ucp.universal.store import ZarrStore
 from large_sources import SOURCES, in_two_minds, made
 
 DATA = Path(__file__).parents[1] / "data"
-REAL = [
-    "deepspeed/tp2_dp2_z1_bf16_swiglu",
-    "megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt",
-    "torch/dcp_zstd/ckpt",
-]
+REAL = ["deepspeed/tp2_dp2_z1_bf16_swiglu", "torch/dcp_zstd/ckpt"]
+REAL.append("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt")
 BUDGET = 4 << 20  # many blocks
 
 
@@ -87,10 +84,8 @@ def test_in_any_order_the_shares_make_what_one_process_makes(source, count, tmp_
     checkpoint.save(tmp_path / "whole", budget_bytes=BUDGET)
     order = random.Random(count).sample(range(count), count)
     for index in order[:-1]:
-        assert (
-            ucp.open(source).save_share(tmp_path / "out", (index, count), budget_bytes=BUDGET)
-            is None
-        )
+        share = index, count
+        assert ucp.open(source).save_share(tmp_path / "out", share, budget_bytes=BUDGET) is None
         with pytest.raises(NotACheckpoint):
             ucp.open(tmp_path / "out")
     made = ucp.open(source).save_share(tmp_path / "out", (order[-1], count), budget_bytes=BUDGET)
@@ -218,9 +213,7 @@ def test_two_that_commit_at_once_make_one_checkpoint(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ours", [0, 1])
-def test_who_is_overtaken_by_the_commit_of_another_share_has_the_checkpoint_too(
-    ours, tmp_path, monkeypatch
-):
+def test_who_is_overtaken_by_anothers_commit_has_the_checkpoint_too(ours, tmp_path, monkeypatch):
     """Between its last word and its look at those of the others another has cleared all away. Or,
     where it was done already and is run again, before its last word, of which nothing is left.
     """
@@ -248,9 +241,8 @@ def test_who_begins_when_another_commits_writes_nothing_again(last, tmp_path, mo
     """A share that is done is run again. Chunks of a checkpoint that are written again are half of
     it meanwhile, and stay so after a kill.
     """
-    memory({"param": {"v": np.ones((64, 64)), "w": np.ones((64, 64))}}).export(
-        tmp_path / "source", "dcp"
-    )
+    tree = {"param": {"v": np.ones((64, 64)), "w": np.ones((64, 64))}}
+    memory(tree).export(tmp_path / "source", "dcp")
     source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
     source.save(tmp_path / "whole")
     assert source.save_share(out, (0, 2)) is None
@@ -271,9 +263,8 @@ def test_who_begins_when_another_commits_writes_nothing_again(last, tmp_path, mo
 
 def test_those_that_are_last_together_commit_one_after_the_other(tmp_path, monkeypatch):
     """They write files of the same names, which are there at once."""
-    memory({"param": {"v": np.ones((64, 64)), "w": np.ones((64, 64))}}).export(
-        tmp_path / "source", "dcp"
-    )
+    tree = {"param": {"v": np.ones((64, 64)), "w": np.ones((64, 64))}}
+    memory(tree).export(tmp_path / "source", "dcp")
     out = tmp_path / "out"
     are_complete, commit_copy = jobs.are_complete, UniversalTarget.commit
     last, inside = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=1)

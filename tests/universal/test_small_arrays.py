@@ -1,6 +1,4 @@
-"""A thousand small arrays and more: in a few files, as safe as in files of their own, and stock
-Orbax reads them.
-"""
+"""A thousand small arrays and more: in few files, as safe as apart, and stock Orbax reads them."""
 
 import random
 import shutil
@@ -43,9 +41,8 @@ DTYPES = [np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.int8, bool, n
 SHAPES = [(), (6,), (2, 3), (0, 4), (8, 16)]
 FLIPS = 60
 
-stock_warns = pytest.mark.filterwarnings(
-    "ignore:Sharding info not provided when restoring:UserWarning"
-)
+WARNING = "ignore:Sharding info not provided when restoring:UserWarning"
+stock_warns = pytest.mark.filterwarnings(WARNING)
 
 
 def tree() -> dict[str, Any]:
@@ -55,9 +52,8 @@ def tree() -> dict[str, Any]:
     def small(i: int) -> jax.Array:
         shape, dtype = SHAPES[i % len(SHAPES)], DTYPES[i // len(SHAPES) % len(DTYPES)]
         values = rng.standard_normal(shape) * 8
-        return jax.device_put(
-            np.asarray(values).astype(dtype), rows if shape == (8, 16) else replicated
-        )
+        sharding = rows if shape == (8, 16) else replicated
+        return jax.device_put(np.asarray(values).astype(dtype), sharding)
 
     large = rng.standard_normal((512, 256), np.float32)
     return {
@@ -122,9 +118,8 @@ def test_they_are_restored_as_they_were_and_take_few_files(saved):
     check(got, want)
     assert got["layers"][4]["scale"].sharding == want["layers"][4]["scale"].sharding
     assert faults_of(item) == []
-    beside_large = [
-        path for path in item.rglob("*") if path.is_file() and path.parent.name != "large"
-    ]
+    files = [path for path in item.rglob("*") if path.is_file()]
+    beside_large = [path for path in files if path.parent.name != "large"]
     assert len(beside_large) < 12, beside_large
     (piece,) = checkpoint.where("layers/7/scale")
     assert (item / piece.file).is_file()
@@ -152,9 +147,11 @@ def test_stock_orbax_reads_them(saved):
         check(manager.restore(1), want)
     if HAS_V1:
         check(v1.load(item.parent), want)
-    target = jax.tree.map(
-        lambda x: ocp.utils.to_shape_dtype_struct(x) if isinstance(x, jax.Array) else x, want
-    )
+
+    def like(x):
+        return ocp.utils.to_shape_dtype_struct(x) if isinstance(x, jax.Array) else x
+
+    target = jax.tree.map(like, want)
     args = ocp.args.PyTreeRestore(target, ocp.checkpoint_utils.construct_restore_args(target))
     got = ocp.PyTreeCheckpointer().restore(item, args=args)
     check(got, want)
@@ -208,7 +205,7 @@ def test_processes_write_the_same_packs(packs_of_300, numbers, tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["nothing", "a flipped bit", "a missing pack"])
-def test_a_stopped_conversion_goes_on_with_the_packs_that_are_whole(
+def test_a_stopped_copy_goes_on_with_whole_packs(
     packs_of_300, numbers, tmp_path, monkeypatch, harm
 ):
     item, want = numbers
@@ -305,10 +302,8 @@ def test_swapped_chunks_of_a_pack_are_found_by_verify(numbers, tmp_path):
     data = pack.read_bytes()
     stored = len(data) // len(want)
     pack.write_bytes(data[stored : 2 * stored] + data[:stored] + data[2 * stored :])
-    assert [fault.partition(": ")[0] for fault in faults_of(copy)] == [
-        f"{copy}/w0000",
-        f"{copy}/w0001",
-    ]
+    places = [fault.partition(": ")[0] for fault in faults_of(copy)]
+    assert places == [f"{copy}/w0000", f"{copy}/w0001"]
 
 
 @pytest.mark.parametrize("other", ["w0001", "w0900"])
@@ -336,9 +331,8 @@ def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatc
     for stop in range(20):
         left = iter(range(stop))
         for what in ("write", "create", "delete"):
-            monkeypatch.setattr(
-                LocalFiles, what, stopped_when_none_is_left(getattr(LocalFiles, what), left)
-            )
+            stopped = stopped_when_none_is_left(getattr(LocalFiles, what), left)
+            monkeypatch.setattr(LocalFiles, what, stopped)
         item = tmp_path / str(stop)
         try:
             ucp.CheckpointHandler().save(item, ucp.args.Save(want))
@@ -358,6 +352,5 @@ def test_a_save_that_stops_at_any_file_leaves_no_checkpoint(tmp_path, monkeypatc
         reached[name] += 1
         if not name:
             break
-    assert {"ucp.pack_0", "ucp.index", "manifest.ocdbt", "_METADATA", "ucp.json", ""} <= set(
-        reached
-    ), reached
+    places = {"ucp.pack_0", "ucp.index", "manifest.ocdbt", "_METADATA", "ucp.json", ""}
+    assert places <= set(reached), reached
