@@ -1,6 +1,7 @@
-"""What people say of a valid checkpoint by mistake: options, targets, meshes, mappings, paths.
+"""What people say of a valid checkpoint by mistake: options of `open`, mappings, paths.
 
-The table that it adds to is that of `temptation_mistakes`.
+The table that it adds to is that of `temptation_mistakes`. Targets, meshes, rules and budgets are
+refused before any format is asked: `test_options.py` and `sharding/test_leaves.py` have those.
 
 What is said has an effect, or is refused by name, or a note, a warning or the log tells that it had
 none.
@@ -9,20 +10,16 @@ none.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from jax_ucp.sharding.jax_versions import enable_x64
 from temptation_mistakes import Attempt, Beside, each_file, mistake, same_folder, some_folders
-from temptation_subjects import Subject, mesh
+from temptation_subjects import Subject
 
 
 def _said(subject: Subject, what: str, options: Mapping[str, Any], noticed="", **more) -> Attempt:
@@ -49,15 +46,7 @@ def sizes_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
 
 @mistake
 def believe_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    for value in ("masters", "Master", "", True, 1, "copies"):
-        yield _said(subject, f"on_conflict={value!r}", {"on_conflict": value}, "on_conflict")
     yield _said(subject, "on_conflict='master' where nothing differs", {"on_conflict": "master"})
-
-
-@mistake
-def weights_only_said(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    for value in ("no", "false", "False", 2):
-        yield _said(subject, f"weights_only={value!r}", {"weights_only": value}, "weights_only")
 
 
 _SPECS = {
@@ -93,109 +82,6 @@ def option_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]
     ):
         (name,) = options
         yield _said(subject, f"open({name}={options[name]!r})", options, name)
-    for name in (
-        "size", "weight_only", "beleive", "specs", "vocab", "mesh", "optimizer_group", "dequantise",
-    ):  # fmt: skip
-        yield _said(subject, f"open({name}=...)", {name: 1})
-
-
-@mistake
-def restore_misspelt(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    def act(**said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
-        def restore(checkpoint: ucp.Checkpoint, _: Path) -> Any:
-            with enable_x64(True):
-                return checkpoint.restore(**said)
-
-        return restore
-
-    P1, P9 = P("data"), P(*[None] * 9, "data")
-    ways: dict[str, tuple[Callable[[ucp.Checkpoint, Path], Any], str]] = {
-        "rules without a mesh": (act(rules=[("weight$", P1)]), ""),
-        "a rule that no leaf has": (act(mesh=mesh(), rules=[("kernal_$", P1)]), "kernal"),
-        "a rule for an axis that the mesh has not": (
-            act(mesh=mesh(), rules=[("e", P("modle"))]),
-            "modle",
-        ),
-        "a rule with too many axes": (act(mesh=mesh(), rules=[("e", P9)]), "axes|dim|rule"),
-        "a rule that is not an expression": (act(mesh=mesh(), rules=[("(", P1)]), ""),
-        "rules as a dict": (act(mesh=mesh(), rules={"weight$": P1}), ""),
-        "one rule in place of a list": (act(mesh=mesh(), rules=("weight$", P1)), ""),
-        "a rule with a string for a spec": (act(mesh=mesh(), rules=[("e", "data")]), "rule"),
-        "a mesh of names and sizes": (act(mesh={"data": 4}), ""),
-        "the name of a mesh": (act(mesh="data=4"), ""),
-        "cast to no dtype": (act(cast="bfloat61"), ""),
-        "cast to integers": (act(cast="int32"), ""),
-        "cast without a target": (act(cast=True), ""),
-        "no budget": (act(budget_bytes=0), ""),
-        "a negative budget": (act(budget_bytes=-1), ""),
-        "a budget in words": (act(budget_bytes="1GiB"), ""),
-        "partial without a target": (act(partial="params"), "partial"),
-        "an option that is not there": (act(meshes=mesh()), ""),
-        "verify misspelt": (act(verify="ful"), ""),
-        "verify as a number": (act(verify=2), ""),
-        "narrow_integers misspelt": (act(narrow_integer=True), ""),
-    }
-    for what, (way, noticed) in ways.items():
-        yield Attempt(f"restore with {what}", same_folder(subject), act=way, noticed=noticed)
-
-
-@mistake
-def target_of_another_model(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """Targets that are not the tree of the checkpoint, in one leaf or in all."""
-
-    def one(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return partial(_with_one, change, subject.name)
-
-    def to(change: Callable[[Any], Any], **more: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
-        return lambda x, _: x.restore(change(x.abstract()), mesh=mesh(), **more)
-
-    floats = np.float16, np.float32
-    ways = {
-        "a longer leaf": to(one(lambda x: Abstract((x.shape[0] + 1, *x.shape[1:]), x.dtype))),
-        "a shorter leaf": to(one(lambda x: Abstract((x.shape[0] // 2, *x.shape[1:]), x.dtype))),
-        "a leaf of another rank": to(one(lambda x: Abstract((int(np.prod(x.shape)), 1), x.dtype))),
-        "an integer leaf": to(one(lambda x: Abstract(x.shape, np.int16 if x.dtype == np.int8 else np.int8))),
-        "transposed leaves of one axis more": to(partial(jax.tree.map, _turned)),
-        "a leaf of another float": to(one(lambda x: Abstract(x.shape, floats[x.dtype == floats[0]]))),
-        "a number for an array": to(one(lambda x: 3)),
-        "a leaf renamed": to(partial(_without_first, {"x_misspelt"})),
-        "a leaf too few": to(partial(_without_first, set())),
-        "all of it under a key": to(lambda tree: {"model": tree}),
-        "a leaf renamed, in part": to(partial(_without_first, {"x_misspelt"}), partial=True),
-    }  # fmt: skip
-    for what, act in ways.items():
-        yield Attempt(f"the target has {what}", same_folder(subject), act=act)
-
-
-Abstract = jax.ShapeDtypeStruct
-
-
-def _with_one(change: Callable[[Any], Any], name: str, tree: Any) -> Any:
-    """The tree with one array changed, of those that have axes if there are any."""
-    leaves, structure = jax.tree_util.tree_flatten(tree)
-    shapes = {i: leaf.shape for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
-    arrays = [i for i, shape in shapes.items() if shape]
-    chosen = Random(f"{name} {len(shapes)}").choice(arrays or [0])
-    leaves[chosen] = change(leaves[chosen])
-    return jax.tree_util.tree_unflatten(structure, leaves)
-
-
-def _turned(leaf: Any) -> Any:
-    if len(getattr(leaf, "shape", ())) < 2:
-        return leaf
-    *outer, rows, columns = leaf.shape
-    return Abstract((*outer, columns, rows, 1), leaf.dtype)
-
-
-def _without_first(renamed: Collection[str], tree: Any) -> Any:
-    """The tree without its first leaf, or with that under another key."""
-    if not isinstance(tree, dict) or not tree:
-        return tree
-    key = min(tree, key=str)
-    inner = _without_first(renamed, tree[key])
-    if inner is not tree[key]:
-        return {**tree, key: inner}
-    return {k: v for k, v in tree.items() if k != key} | dict.fromkeys(renamed, tree[key])
 
 
 _MAPPINGS = (
@@ -275,47 +161,3 @@ def part_of_it_opened(subject: Subject, _: Sequence[Subject]) -> Iterator[Attemp
         if rank.search(name) and name != subject.entry:
             opened = partial(_inside, name)
             yield Attempt(f"{name} is opened", same_folder(subject), opened=opened)
-
-
-@mistake
-def saved_to_a_wrong_place(subject: Subject, _: Sequence[Subject]) -> Iterator[Attempt]:
-    """Where a conversion must not go; nothing but what it says is left behind."""
-
-    def to(target: Callable[[Path], str], **said: Any) -> Callable[[ucp.Checkpoint, Path], Any]:
-        return lambda checkpoint, work: checkpoint.save(target(work), **said).restore()
-
-    folder = "" if subject.entry in subject.folder else subject.entry
-    ways = {
-        "a bucket": to(lambda work: "gs://bucket/x"),
-        "a URL": to(lambda work: "s3://bucket/x"),
-        "a URL of files": to(lambda work: f"file://{work}/out"),
-        "the source": to(lambda work: str(work / "source" / subject.entry)),
-        "inside the source": to(lambda work: str(work / "source" / folder / "converted")),
-        "a file that is there": to(_a_file),
-        "a folder that is there": to(_a_folder),
-        "below a file": to(lambda work: _a_file(work) + "/x"),
-        "an empty path": to(lambda work: ""),
-        "a mesh without devices": to(_out, mesh={"data": 0}),
-        "more hosts than devices": to(_out, mesh={"data": 2}, hosts=3),
-        "no budget": to(_out, budget_bytes=0),
-        "rules without a mesh": to(_out, rules=[("e", P("data"))]),
-        "a rule that no leaf has": to(_out, mesh={"data": 2}, rules=[("kernal_", P("data"))]),
-    }
-    for what, act in ways.items():
-        noticed = "kernal_" if "no leaf" in what else ""
-        yield Attempt(f"save with {what}", same_folder(subject), act=act, noticed=noticed)
-
-
-def _out(work: Path) -> str:
-    return str(work / "out")
-
-
-def _a_file(work: Path) -> str:
-    (work / "a file").write_text("of the user's")
-    return str(work / "a file")
-
-
-def _a_folder(work: Path) -> str:
-    (work / "a folder").mkdir(exist_ok=True)
-    (work / "a folder" / "notes.txt").write_text("of the user's")
-    return str(work / "a folder")

@@ -96,22 +96,17 @@ LOCAL_DOORS = ["spec", "mapping", "map", "directory"]
 LOCAL_OPTIONS = ["export --optimizer", "--mapping", "--spec", "inspect --mapping"]
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-@pytest.mark.parametrize("url", URLS)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_url_of_no_known_kind_is_refused_at_every_door(door, url, kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnsupportedPath, match="is a URL"):
-        DOORS[door](kind(url))
-    assert list(tmp_path.iterdir()) == []
+PATHS = [(door, kind(url), "is a URL") for door in DOORS for url in URLS for kind in (str, Path)]
+PATHS += [(door, path, "names no file") for door in DOORS for path in ("", "a\0b")]
+LOCAL_ONLY = "here a local file or folder is needed"
+PATHS += [(door, url, LOCAL_ONLY) for door in LOCAL_DOORS for url in BUCKETS]
 
 
-@pytest.mark.parametrize("url", BUCKETS)
-@pytest.mark.parametrize("door", LOCAL_DOORS)
-def test_a_bucket_is_refused_where_a_local_path_is_needed(door, url, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("door", "path", "words"), PATHS, ids=repr)
+def test_a_path_that_cannot_be_meant_is_refused(door, path, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnsupportedPath, match="here a local file or folder is needed"):
-        DOORS[door](url)
+    with pytest.raises(UnsupportedPath, match=words):
+        DOORS[door](path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,15 +127,6 @@ def test_a_store_that_does_not_answer_is_one_message(command, tmp_path, monkeypa
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.001)
     text = run(*COMMANDS[command]("hf://org/model"), code=1)
     assert "hf://org/model" in text.replace("\n", "")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("path", ["", "a\0b"])
-@pytest.mark.parametrize("door", DOORS)
-def test_a_path_that_names_no_file_is_refused(door, path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnsupportedPath, match="names no file"):
-        DOORS[door](path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,17 +167,20 @@ def test_any_other_path_is_taken_as_it_is(text):
 NOT_SIZES = [0, -1, 101.0, True, "101", None, [101], np.float32(101)]
 
 
-@pytest.mark.parametrize("path", [DEEPSPEED, MEGATRON, MEGATRON_DIST])
-@pytest.mark.parametrize("n", NOT_SIZES, ids=repr)
-def test_a_size_that_is_no_length_is_refused_by_its_name(path, n):
-    with pytest.raises(SpecError, match=r"sizes: vocab=.* should be a whole number"):
-        ucp.open(path, sizes={"vocab": n})
+SIZED: dict[str, Callable[[Any], object]] = {
+    "deepspeed": lambda n: ucp.open(DEEPSPEED, sizes={"vocab": n}),
+    "megatron": lambda n: ucp.open(MEGATRON, sizes={"vocab": n}),
+    "torch_dist": lambda n: ucp.open(MEGATRON_DIST, sizes={"vocab": n}),
+    "a mapping": lambda n: ucp.open(SAFETENSORS).map("hf-llama-to-tunix", sizes={"heads": n}),
+}
 
 
+@pytest.mark.parametrize("door", SIZED)
 @pytest.mark.parametrize("n", NOT_SIZES, ids=repr)
-def test_a_size_of_a_mapping_that_is_no_length_is_refused_by_its_name(n):
-    with pytest.raises(SpecError, match=r"sizes: heads=.* should be a whole number"):
-        ucp.open(SAFETENSORS).map("hf-llama-to-tunix", sizes={"heads": n})
+def test_a_size_that_is_no_length_is_refused_by_its_name(door, n):
+    name = "heads" if door == "a mapping" else "vocab"
+    with pytest.raises(SpecError, match=rf"sizes: {name}=.* should be a whole number"):
+        SIZED[door](n)
 
 
 @pytest.mark.parametrize(("path", "known"), [
@@ -202,17 +191,16 @@ def test_a_size_of_a_mapping_that_is_no_length_is_refused_by_its_name(n):
     (DCP, "it records all lengths itself"),
     (TORCH, "it records all lengths itself"),
     (DATA / "deepspeed" / "z1_bf16_dp2", "it records all lengths itself"),
+    ("universal", "it records all lengths itself"),
 ], ids=str)  # fmt: skip
-def test_a_size_that_the_checkpoint_has_no_use_for_is_refused_with_the_names_it_takes(path, known):
+def test_a_size_that_the_checkpoint_has_no_use_for_is_refused_with_the_names_it_takes(
+    path, known, universal
+):
+    path = universal if path == "universal" else path
     with pytest.raises(SpecError, match=f"has no use for vocabulary in sizes: {known}"):
         ucp.open(path, sizes={"vocabulary": 101})
     text = run("inspect", path, "--size", "vocabulary=101", code=1)
     assert "has no use for vocabulary in sizes" in text
-
-
-def test_a_size_of_a_universal_checkpoint_has_no_use(universal):
-    with pytest.raises(SpecError, match="has no use for vocab in sizes"):
-        ucp.open(universal, sizes={"vocab": 101})
 
 
 @pytest.mark.parametrize("path", [DEEPSPEED, MEGATRON, MEGATRON_DIST])
@@ -264,12 +252,6 @@ def test_a_spec_may_be_a_python_object():
         ucp.open(SAFETENSORS, spec=spec)
 
 
-@pytest.mark.parametrize("rules", [{"*.weight": "sharded"}, {"{": ucp.patterns.Unique()}])
-def test_a_spec_of_what_is_no_rule_is_refused(rules):
-    with pytest.raises(SpecError, match=r"is not a pattern; those are in jax_ucp\.pattern|a brace"):
-        ucp.Spec.of(rules)
-
-
 @pytest.mark.parametrize(
     "said",
     ["vocab=0", "vocab=-1", "vocab=101.0", "vocab=\xb2", "vocab=", "=3", "vocab=" + "9" * 30],
@@ -296,19 +278,29 @@ def test_a_size_may_be_for_the_mapping_or_for_the_checkpoint_or_for_neither():
 # A spec where none is used, copies where there are none.
 
 
-@pytest.mark.parametrize(
-    "path", [SAFETENSORS, DCP, TORCH, MEGATRON_DIST], ids=lambda path: path.parent.name
-)
-def test_a_spec_is_refused_where_the_checkpoint_says_itself_how_it_is_stored(path, tmp_path):
+@pytest.mark.parametrize("path", [SAFETENSORS, DCP, TORCH, MEGATRON_DIST, "universal"], ids=str)
+def test_a_spec_is_refused_where_the_checkpoint_says_itself_how_it_is_stored(
+    path, tmp_path, universal
+):
     (tmp_path / "mine.yaml").write_text("shards: [{param: '*', pattern: replicated}]")
+    path = universal if path == "universal" else path
     with pytest.raises(SpecError, match=r"does not use a spec: leave out the spec .*mine\.yaml"):
         ucp.open(path, spec=tmp_path / "mine.yaml")
 
 
-def test_a_spec_is_refused_for_a_universal_checkpoint_and_a_step_of_orbax(universal, tmp_path):
-    (tmp_path / "mine.yaml").write_text("shards: [{param: '*', pattern: replicated}]")
-    with pytest.raises(SpecError, match="does not use a spec"):
-        ucp.open(universal, spec=tmp_path / "mine.yaml")
+NOT_MEANT: dict[str, tuple[Callable[[], object], type[Exception]]] = {
+    "on_conflict='both' should be 'master' or 'copy'": (lambda: ucp.open(SAFETENSORS, on_conflict="both"), ValueError),
+    "sizes has the name 1, which is not a string": (lambda: ucp.open(SAFETENSORS, sizes={1: 2}), SpecError),
+    r"is not a pattern; those are in jax_ucp\.pattern": (lambda: ucp.Spec.of({"*.weight": "sharded"}), SpecError),
+    "a brace": (lambda: ucp.Spec.of({"{": ucp.patterns.Unique()}), SpecError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", NOT_MEANT)
+def test_what_is_no_value_of_an_option_is_refused(words):
+    call, error = NOT_MEANT[words]
+    with pytest.raises(error, match=words):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -320,11 +312,6 @@ def test_a_note_says_where_there_is_nothing_to_believe(path, on_conflict):
     unused = f"nothing is stored twice here, so that on_conflict={on_conflict!r} changes nothing"
     assert [note for note in told.notes if note not in plain.notes] == [unused]
     assert told.leaves == plain.leaves
-
-
-def test_what_is_believed_is_one_of_two():
-    with pytest.raises(ValueError, match="on_conflict='both' should be 'master' or 'copy'"):
-        ucp.open(SAFETENSORS, on_conflict="both")
 
 
 # Switches.
@@ -380,6 +367,7 @@ def test_a_budget_of_arguments_for_orbax_is_a_number_of_bytes_or_none(n, univers
     ({"mesh": {"data": 4}, "hosts": 0}, "hosts=0 should be a whole number"),
     ({"mesh": {"data": 4}, "hosts": 2.0}, "hosts=2.0 should be a whole number"),
     ({"mesh": {"data": 4}, "hosts": 3}, "4 devices cannot be shared out evenly to 3 hosts"),
+    ({"mesh": MESH, "hosts": 3}, "8 devices cannot be shared out evenly to 3 hosts"),
     ({"mesh": {"data": 4}, "rules": [("(", P("data"))]}, "is not a regular expression"),
     ({"mesh": {"data": 4}, "rules": ["w"]}, "is not a pair"),
     ({"mesh": {"data": 4}, "rules": [("w", 3)]}, "is not a pair"),
@@ -396,15 +384,21 @@ def test_meshes_hosts_and_rules_that_cannot_be_meant_are_refused(options, words,
 
 
 @pytest.mark.parametrize("options", [{"hosts": 2}, {"rules": [("w", P("data"))]}], ids=str)
-def test_hosts_and_rules_are_refused_without_a_mesh(options, tree):
-    with pytest.raises(ValueError, match="give mesh= too"):
-        tree.plan_save(**options)
+def test_hosts_and_rules_are_refused_without_a_mesh(options, tree, tmp_path):
+    for call in (tree.plan_save, tree.report, partial(tree.save, tmp_path / "out")):
+        with pytest.raises(ValueError, match="give mesh= too"):
+            call(**options)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"rules": [("w", P("data"))]},  "give mesh= too"),
     ({"rules": ["w"], "mesh": MESH}, "is not a pair"),
+    ({"rules": {"w": P()}, "mesh": MESH}, "is not a pair"),
+    ({"rules": ("w", P()), "mesh": MESH}, "is not a pair"),
+    ({"rules": [("(", P())], "mesh": MESH}, r"the rule '\(' is not a regular expression"),
     ({"mesh": {"data": 8}},          r"should be a jax\.sharding\.Mesh"),
+    ({"mesh": "data=4"},             r"should be a jax\.sharding\.Mesh"),
     ({"partial": True},              "there is no target"),
     ({"cast": True},                 "there is none; give a dtype"),
     ({"cast": None},                 "give a floating dtype"),
@@ -470,6 +464,11 @@ def test_a_step_that_is_not_the_one_stored_is_refused(step, tree):
 # The command line.
 
 WRONG: list[tuple[tuple[object, ...], int, str]] = [
+    (("convert", SAFETENSORS), 2, "Missing argument 'TARGET'"),
+    (("verify", SAFETENSORS, "--on-conflict", "me"), 2, "'me' is not one of 'master', 'copy'"),
+    (("mappings", "--config", "config.json"), 2, "--config goes with SOURCE"),
+    (("report", SAFETENSORS, "--hosts", 2), 2, "give --mesh too"),
+    (("report", SAFETENSORS, "--rename", "a=b"), 2, "--rename is for --against"),
     (("inspect", SAFETENSORS, "--leaf", "nothing"), 1,
      "no leaf of .* matches 'nothing'; it has 21, such as param/"),
     (("inspect", SAFETENSORS, "--leaf", "q_proj", "--all"), 2, "give one of them"),
@@ -479,6 +478,11 @@ WRONG: list[tuple[tuple[object, ...], int, str]] = [
     (("plan", SAFETENSORS, "--hosts", 2), 2, "give --mesh too"),
     (("plan", SAFETENSORS, "--rule", "weight=x"), 2, "give --mesh too"),
     (("convert", SAFETENSORS, "out", "--hosts", 2), 2, "give --mesh too"),
+    (("plan", SAFETENSORS, "--rule", "kernel"), 2, "is not a rule"),
+    (("plan", SAFETENSORS, "--rule", "(=data"), 2, "is not a regular expression"),
+    (("convert", SAFETENSORS, "out", "--rule", "kernel=data"), 2, "give --mesh too"),
+    (("plan", SAFETENSORS, "--budget", "much"), 2, "is not a size"),
+    (("plan", SAFETENSORS, "--mesh", "data:4"), 2, "is not a mesh"),
     (("plan", SAFETENSORS, "--mesh", ""), 2, "is not a mesh"),
     (("plan", SAFETENSORS, "--mesh", "x=0"), 2, "is not a mesh"),
     (("plan", SAFETENSORS, "--mesh", "x=2,x=2"), 2, "is not a mesh"),
@@ -647,8 +651,3 @@ def test_what_becomes_of_every_option_of_every_command_is_decided():
     commands = every_command().items()
     found = {name: {option.name for option in each.params} for name, each in commands}
     assert found == {name: set(options) for name, options in COMMAND_TABLE.items()}
-
-
-def test_a_size_whose_name_is_no_string_is_refused():
-    with pytest.raises(SpecError, match="sizes has the name 1, which is not a string"):
-        ucp.open(SAFETENSORS, sizes={1: 2})

@@ -242,28 +242,14 @@ def test_a_path_of_nothing_is_refused_without_a_traceback(command, message, tmp_
     assert message in run(*command, code=1)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (("plan", CASE, "--budget", "much"), "'much' is not a size"),
-    (("plan", CASE, "--mesh", "data:4"), "is not a mesh"),
-    (("plan", CASE, "--rule", "kernel"), "is not a rule"),
-    (("plan", CASE, "--hosts", "2"), "give --mesh too"),
-    (("plan", CASE, "--mesh", "data=4", "--hosts", "3"), "4 devices cannot be shared out evenly to 3 hosts"),
-    (("convert", CASE, "out", "--rule", "kernel=data"), "give --mesh too"),
-    (("plan", CASE, "--rule", "(=data"), "is not a regular expression"),
-    (("convert", CASE), "Missing argument 'TARGET'"),
-    (("mappings", "--config", "config.json"), "--config goes with SOURCE"),
-    (("verify", CASE, "--on-conflict", "me"), "'me' is not one of 'master', 'copy'"),
-])  # fmt: skip
-def test_a_wrong_command_line_exits_with_2_and_says_what_is_right(options, message):
-    assert message in run(*options, code=2)
-
-
 def test_a_target_in_use_is_refused_and_left_alone(converted, tmp_path):
     before = (converted / "ucp.json").read_bytes()
     assert "is a checkpoint already" in run("convert", CASE, converted, code=1)
     assert (converted / "ucp.json").read_bytes() == before
     (tmp_path / "mine.txt").write_text("keep")
     assert "has files in it" in run("convert", CASE, tmp_path, code=1)
+    for target in ("mine.txt", "mine.txt/below"):
+        assert "mine.txt" in run("convert", CASE, tmp_path / target, code=1)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 

@@ -147,13 +147,6 @@ def test_a_page_for_a_mesh_says_what_lies_where_and_what_is_given_up():
     assert "101 does not divide by 2" in page.html
 
 
-def test_rules_without_a_mesh_are_refused():
-    with pytest.raises(ValueError, match="give mesh= too"):
-        ucp.open(CASE).report(hosts=2)
-    run("report", CASE, "--hosts", 2, code=2)
-    run("report", CASE, "--rename", "a=b", code=2)
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.sampled_from(HOSTILE) | st.text(min_size=1), min_size=1, max_size=3, unique=True)

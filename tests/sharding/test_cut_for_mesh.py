@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers import contents_of, faults_of, tree_of_files, warned_of
@@ -116,14 +116,3 @@ def test_what_a_mesh_does_not_have_of_a_spec_is_told(universal, tmp_path):
     assert str(warned[0].message).splitlines()[1:] == [f"  {note}" for note in notes]
     assert [warning.filename for warning in warned] == [__file__]
     assert universal.plan_save().notes == ()
-
-
-def test_what_no_mesh_can_be_is_refused_before_anything_is_written(universal, tmp_path):
-    for said in ({"rules": RULES}, {"hosts": 2}):
-        with pytest.raises(ValueError, match="give mesh= too"):
-            universal.save(tmp_path / "out", **said)
-    with pytest.raises(ValueError, match="8 devices cannot be shared out evenly to 3 hosts"):
-        universal.save(tmp_path / "out", mesh=AbstractMesh((4, 2), ("data", "model")), hosts=3)
-    with pytest.raises(ValueError, match=r"the rule '\(' is not a regular expression"):
-        universal.save(tmp_path / "out", mesh={"data": 4}, rules=[("(", P("data"))])
-    assert not (tmp_path / "out").exists()
