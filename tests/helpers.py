@@ -3,9 +3,10 @@
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ def flip_bit(file: Path, at: int = -1, bit: int = 0) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1 << bit
     file.write_bytes(data)
+
+
+def changed_json(file: Path, change: Callable[[Any], Any]) -> None:
+    """Change the content of a file of JSON in place, or for what `change` returns."""
+    content = json.loads(file.read_bytes())
+    file.write_text(json.dumps(change(content) or content))
 
 
 class MemoryStore(MakesArrays):

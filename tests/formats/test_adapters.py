@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from helpers import faults_of, mesh_of
+from helpers import changed_json, faults_of, mesh_of
 from jax_ucp.errors import FormatError, LayoutError, QuantizedWeights, TreeMismatch
 from safetensors_writer import edit, write_safetensors
 
@@ -500,21 +500,16 @@ def test_square_experts_of_gpt_oss_are_refused_where_nothing_beside_them_tells(t
         square_experts(tmp_path, None, "gpt_oss", peft_version="0.21.2", target_parameters=targets)
 
 
-def test_what_was_trained_whole_in_a_layer_is_of_the_base(tmp_path):
-    """Of a type whose names in memory are not known it would be new, beside what it replaces."""
-    base = shutil.copytree(DATA / "saved_experts" / "base", tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"model_type": "grok"}))
-    with pytest.raises(FormatError, match=r"the base has no model\.layers\.0\.mlp\.gate\.weight"):
-        ucp.open(base).merge(DATA / "saved_experts" / "adapter")
-
-
-def test_experts_that_are_packed_by_no_rule_that_is_known_are_refused(tmp_path):
-    base = shutil.copytree(DATA / "experts_qwen3" / "base", tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"model_type": "grok"}))
-    with pytest.raises(FormatError, match=r"one by one: how transformers packs those of grok"):
-        ucp.open(base).merge(DATA / "experts_qwen3" / "adapter")
+@pytest.mark.parametrize(("case", "words"), [
+    ("saved_experts", r"the base has no model\.layers\.0\.mlp\.gate\.weight"),
+    ("experts_qwen3", r"one by one: how transformers packs those of grok"),
+])  # fmt: skip
+def test_of_a_type_whose_names_in_memory_are_not_known_layers_are_refused(case, words, tmp_path):
+    """Trained whole, one would be new, beside what it replaces; packed experts go by no rule."""
+    base = shutil.copytree(DATA / case / "base", tmp_path / "base")
+    changed_json(base / "config.json", lambda config: config | {"model_type": "grok"})
+    with pytest.raises(FormatError, match=words):
+        ucp.open(base).merge(DATA / case / "adapter")
 
 
 def test_adapters_that_have_experts_packed_and_apart_are_merged_in_turn(tmp_path):

@@ -70,11 +70,6 @@ def stock_entry(content: dict[str, Any], name: str) -> dict[str, Any]:
     return next(entry for entry in entries if entry["key_metadata"][-1]["key"] == name)
 
 
-def changed_json(file: Path, change: Callable[[Any], Any]) -> None:
-    content = json.loads(file.read_bytes())
-    file.write_text(json.dumps(change(content) or content))
-
-
 def plain_stock(path: Path, arrays: Mapping[str, dict[str, Any]], **about: Any) -> Path:
     """A checkpoint of stock Orbax v0 without OCDBT: each array's zarr v2 metadata, no chunk."""
     path.mkdir(parents=True)

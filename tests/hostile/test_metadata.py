@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from helpers import faults_of
-from hostile.files import changed_json, resealed, stock, stock_entry
+from helpers import changed_json, faults_of
+from hostile.files import resealed, stock, stock_entry
 from jax_ucp.errors import TreeMismatch, UCPError
 from jax_ucp.tree import Key, tree_fault
 

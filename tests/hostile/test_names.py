@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from commands import run
-from helpers import faults_of, tree_of_files
+from helpers import changed_json, faults_of, tree_of_files
 from hostile.files import (
-    changed_json,
     renamed,
     resealed,
     saved,

@@ -15,9 +15,8 @@ import jax_ucp as ucp
 from cases import DATA
 from commands import run
 from dcp_writer import Writer
-from helpers import MemoryStore, contents_of
+from helpers import MemoryStore, changed_json, contents_of
 from hostile.files import (
-    changed_json,
     little_memory,
     plain_stock,
     resealed,

@@ -2,7 +2,6 @@
 around mappings.
 """
 
-
 import jax
 import numpy as np
 import orbax.checkpoint as ocp

@@ -4,7 +4,6 @@
 which transformers saved (`examples/maxtext_logits.py`).
 """
 
-import json
 import re
 import shutil
 
@@ -14,6 +13,7 @@ import pytest
 import jax_ucp as ucp
 from cases import DATA, arrays_of, assert_same
 from commands import run_json
+from helpers import changed_json
 from jax_ucp.errors import LayoutError
 from jax_ucp.mapping.rules import shipped
 
@@ -62,9 +62,7 @@ def text_config(config):
 def changed(folder, change, model="qwen35_moe"):
     """The release with another config of its text."""
     shutil.copytree(DATA / "maxtext" / model / "release", folder)
-    config = json.loads((folder / "config.json").read_text())
-    text_config(config).update(change)
-    (folder / "config.json").write_text(json.dumps(config))
+    changed_json(folder / "config.json", lambda config: text_config(config).update(change))
     return ucp.open(folder)
 
 

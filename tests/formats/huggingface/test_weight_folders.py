@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from cases import DATA, assert_accounted_for
 from commands import invoke
-from helpers import faults_of
+from helpers import changed_json, faults_of
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
 from safetensors_writer import write_safetensors as write
 from torch_writer import Storage, Tensor
@@ -229,9 +229,8 @@ def test_numbered_parts_are_refused_where_one_is_missing_whatever_they_are_calle
 def test_parts_that_are_numbered_from_0_to_their_number_are_whole(tmp_path):
     parts(tmp_path, tensors(0), 2, index=True)
     write(tmp_path / "model-00000-of-00002.safetensors", {"d": np.zeros(2, np.float32)})
-    index = json.loads((tmp_path / INDEX).read_text())
-    index["weight_map"]["d"] = "model-00000-of-00002.safetensors"
-    (tmp_path / INDEX).write_text(json.dumps(index))
+    first = "model-00000-of-00002.safetensors"
+    changed_json(tmp_path / INDEX, lambda index: index["weight_map"].update(d=first))
     assert len(ucp.open(tmp_path).leaves) == len(NAMES) + 1
 
 

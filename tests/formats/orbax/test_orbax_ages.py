@@ -11,6 +11,7 @@ import pytest
 import jax_ucp as ucp
 from cases import DATA, Case, copied, names_of
 from commands import run
+from helpers import changed_json
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError, NotACheckpoint
 
@@ -96,9 +97,8 @@ def test_a_step_that_was_not_committed_is_not_taken(tmp_path):
     # before 0.12.3 no step had the file
     (run / "1" / "commit_success.txt").unlink()
     assert Path(ucp.open(run).path).parent.name == "2"
-    about = json.loads((run / "2" / "_CHECKPOINT_METADATA").read_text())
-    about["commit_timestamp_nsecs"] = None
-    (run / "2" / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+    unfinished = {"commit_timestamp_nsecs": None}
+    changed_json(run / "2" / "_CHECKPOINT_METADATA", lambda about: about | unfinished)
     assert Path(ucp.open(run).path).parent.name == "1"
     with pytest.raises(NotACheckpoint, match="never finished, by its name"):
         ucp.open(run / "3.orbax-checkpoint-tmp-17")
@@ -163,11 +163,9 @@ def test_what_items_of_the_newest_version_say_in_json_is_an_extra(tmp_path):
     checkpoint = ucp.open(tmp_path / "run")
     assert checkpoint.extras == {"config/metadata": config, "metrics/metrics": {"loss": 0.5}}
     assert {item.where for item in checkpoint.inventory} == {"_METADATA:w", *checkpoint.extras}
-    about = json.loads((tmp_path / "run/3/_CHECKPOINT_METADATA").read_text())
-    about["custom_metadata"] = {"by": "me"}
-    (tmp_path / "run/3/_CHECKPOINT_METADATA").write_text(json.dumps(about))
-    said = ucp.open(tmp_path / "run").extras["_CHECKPOINT_METADATA"]
-    assert said == {"custom_metadata": {"by": "me"}}
+    mine = {"custom_metadata": {"by": "me"}}
+    changed_json(tmp_path / "run/3/_CHECKPOINT_METADATA", lambda about: about | mine)
+    assert ucp.open(tmp_path / "run").extras["_CHECKPOINT_METADATA"] == mine
     for text in ("[" * 5000 + "]" * 5000, "[" * 400 + "]" * 400, "{"):
         (tmp_path / "run/3/config/metadata").write_text(text)
         checkpoint = ucp.open(tmp_path / "run")

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_ucp as ucp
+from helpers import changed_json
 from jax_ucp.errors import CorruptData, FormatError, QuantizedWeights, UCPError
 from jax_ucp.layout.box import Box
 from quantized_cases import SCHEMES, Made
@@ -137,13 +138,19 @@ def test_the_config_of_modelopt_may_stand_alone_and_says_the_same(case, tmp_path
         ucp.open(path, dequantize="float32")
 
 
-def test_a_scale_that_is_no_number_is_named_when_it_is_read_and_only_then(tmp_path):
-    def spoil(arrays: dict[str, np.ndarray]) -> None:
-        for name, array in arrays.items():
-            if name.endswith("scale_inv"):
-                array[0, -1] = np.nan
+def spoilt(ends: str, at: Any, value: float) -> Change:
+    """Parts of such names have another value in one place."""
 
-    path = changed("fp8_block_32", tmp_path, spoil)
+    def change(arrays: dict[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
+            if name.endswith(ends):
+                array[at] = value
+
+    return change
+
+
+def test_a_scale_that_is_no_number_is_named_when_it_is_read_and_only_then(tmp_path):
+    path = changed("fp8_block_32", tmp_path, spoilt("scale_inv", (0, -1), np.nan))
     checkpoint = ucp.open(path, dequantize="bfloat16")
     name = "param/model.layers.0.mlp.down_proj.weight"
     checkpoint.read(name, Box((32, 0), (64, 96)))
@@ -154,25 +161,13 @@ def test_a_scale_that_is_no_number_is_named_when_it_is_read_and_only_then(tmp_pa
     assert not (tmp_path / "out" / "ucp.json").exists()
 
 
-def test_an_exponent_of_255_is_no_number(tmp_path):
-    def spoil(arrays: dict[str, np.ndarray]) -> None:
-        for name, array in arrays.items():
-            if name.endswith("_scales"):
-                array[..., 0] = 255
-
-    checkpoint = ucp.open(changed("mxfp4_gpt_oss", tmp_path, spoil), dequantize="bfloat16")
-    with pytest.raises(CorruptData, match=r"_scales has 255 at .*an exponent below 255"):
-        checkpoint.restore()
-
-
-def test_a_group_that_is_not_there_is_named(tmp_path):
-    def spoil(arrays: dict[str, np.ndarray]) -> None:
-        for name, array in arrays.items():
-            if name.endswith("g_idx"):
-                array[3] = -1
-
-    checkpoint = ucp.open(changed("gptq_4", tmp_path, spoil), dequantize="bfloat16")
-    with pytest.raises(CorruptData, match=r"g_idx has -1 at \[3\], which should be a group from 0"):
+@pytest.mark.parametrize(("case", "change", "words"), [
+    ("mxfp4_gpt_oss", spoilt("_scales", (..., 0), 255), r"_scales has 255 at .*an exponent below 255"),
+    ("gptq_4",        spoilt("g_idx", 3, -1), r"g_idx has -1 at \[3\], which should be a group from 0"),
+])  # fmt: skip
+def test_an_exponent_or_a_group_that_is_none_is_named(case, change, words, tmp_path):
+    checkpoint = ucp.open(changed(case, tmp_path, change), dequantize="bfloat16")
+    with pytest.raises(CorruptData, match=words):
         checkpoint.restore()
 
 
@@ -205,11 +200,12 @@ SETTINGS = {
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_config_that_names_do_not_agree_with_is_refused(case, tmp_path):
     path = shutil.copytree(DATA / case / "ckpt", tmp_path / "c")
-    config = json.loads((path / "config.json").read_text())
-    for key in ("quantization_config", "quantization"):
-        if key in config:
+
+    def change(config: dict[str, Any]) -> None:
+        for key in config.keys() & {"quantization_config", "quantization"}:
             config[key] |= SETTINGS[case]
-    (path / "config.json").write_text(json.dumps(config))
+
+    changed_json(path / "config.json", change)
     with pytest.raises((FormatError, QuantizedWeights), match="of the quantised weights cannot be"):
         ucp.open(path, dequantize="bfloat16")
 
@@ -217,10 +213,12 @@ def test_a_config_that_names_do_not_agree_with_is_refused(case, tmp_path):
 @pytest.mark.parametrize("block", ["9" * 5000 + "x128", "128", [True, 128], [128], [128, 0]])
 def test_a_block_structure_that_is_no_pair_of_lengths_is_refused_as_it_stands(block, tmp_path):
     path = shutil.copytree(DATA / "ct_fp8_block/ckpt", tmp_path / "c")
-    config = json.loads((path / "config.json").read_text())
-    for group in config["quantization_config"]["config_groups"].values():
-        group["weights"]["block_structure"] = block
-    (path / "config.json").write_text(json.dumps(config))
+
+    def change(config: dict[str, Any]) -> None:
+        for group in config["quantization_config"]["config_groups"].values():
+            group["weights"]["block_structure"] = block
+
+    changed_json(path / "config.json", change)
     words = re.escape(f"block_structure={block!r:.40} in the config is not a pair of lengths")
     with pytest.raises(QuantizedWeights, match=words):
         ucp.open(path, dequantize="bfloat16")
@@ -238,9 +236,7 @@ def test_a_block_that_gives_as_many_scales_and_other_numbers_is_refused(case, ch
 
     path = changed(case, tmp_path, without_order)
     whole = ucp.open(path, dequantize="float16").leaves
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] |= changed_to
-    (path / "config.json").write_text(json.dumps(config))
+    changed_json(path / "config.json", lambda x: x["quantization_config"].update(changed_to))
     with pytest.raises(FormatError, match=r"fit blocks of 32 to .*32 is what libraries write"):
         ucp.open(path, dequantize="float16")
     assert whole
