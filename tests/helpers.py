@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,17 @@ def flip_bit(file: Path, at: int = -1, bit: int = 0) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1 << bit
     file.write_bytes(data)
+
+
+@contextlib.contextmanager
+def changed(file: Path, data: bytes) -> Iterator[None]:
+    """The file with other content, for a while."""
+    before = file.read_bytes()
+    file.write_bytes(data)
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
 
 
 def changed_json(file: Path, change: Callable[[Any], Any]) -> None:

@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,14 @@ import pytest
 
 import jax_ucp as ucp
 from commands import run
-from helpers import digests, memory
+from helpers import memory
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.export import files, folder
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.jobs import run as jobs
 from jax_ucp.jobs.ledger import Share, write_complete
 from large_sources import STATES, in_two_minds
+from share_jobs import Job
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = [
@@ -30,39 +33,33 @@ CASES = [
 BUDGET = 4 << 20  # many blocks
 
 
-def written(folder: Path) -> dict[str, str]:
-    files = digests(folder)
-    assert files.pop("ucp.conversion.json")
-    assert not list(folder.parent.glob(".*"))
-    return files
-
-
 @pytest.fixture
-def source(tmp_path, monkeypatch) -> Path:
+def job(tmp_path, monkeypatch) -> Job:
     """Several tasks of one share."""
     monkeypatch.setattr("jax_ucp.export.files.TASK_BYTES", 1 << 20)
     memory(STATES).export(tmp_path / "source", "dcp")
-    return tmp_path / "source"
+    job = Job(tmp_path / "source", tmp_path / "out", tmp_path / "whole", "dcp")
+    job.by_one()
+    return job
 
 
 @pytest.mark.parametrize(("case", "format"), CASES)
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_in_any_order_the_shares_make_what_one_process_makes(case, format, count, tmp_path):
-    ucp.open(DATA / case).export(tmp_path / "whole", format)
-    out, order = tmp_path / "out", random.Random(count).sample(range(count), count)
+    job = Job(DATA / case, tmp_path / "out", tmp_path / "whole", format)
+    job.by_one()
+    order = random.Random(count).sample(range(count), count)
     for index in order[:-1]:
-        assert ucp.open(DATA / case).export_share(out, format, (index, count)) is None
-        assert not out.exists()
-    made = ucp.open(DATA / case).export_share(out, format, (order[-1], count))
-    assert made is not None
-    assert written(out) == digests(tmp_path / "whole") != {}
+        assert job.share(index, count) is None
+        assert not job.out.exists()
+    assert job.share(order[-1], count) is not None
+    assert job.is_whole
     for index in range(count):  # any may be run again
-        assert ucp.open(DATA / case).export_share(out, format, (index, count)) is not None
-    assert written(out) == digests(tmp_path / "whole")
+        assert job.share(index, count) is not None
+    assert job.is_whole
 
 
-def test_of_a_stopped_share_what_is_on_disk_is_not_written_again(source, tmp_path, monkeypatch):
-    ucp.open(source).export(tmp_path / "whole", "dcp")
+def test_of_a_stopped_share_what_is_on_disk_is_not_written_again(job, tmp_path, monkeypatch):
     heard = []
 
     def stop(nbytes):
@@ -70,9 +67,8 @@ def test_of_a_stopped_share_what_is_on_disk_is_not_written_again(source, tmp_pat
         if len(heard) == 9:
             raise KeyboardInterrupt
 
-    how = {"share": (0, 1), "budget_bytes": BUDGET}
     with pytest.raises(KeyboardInterrupt):
-        ucp.open(source).export_share(tmp_path / "out", "dcp", progress=stop, **how)
+        job.share(0, 1, budget_bytes=BUDGET, progress=stop)
     # of what is on disk one byte is changed by something else
     ledger = tmp_path / ".out.partial" / "files" / "ucp-ledger_0_of_1.jsonl"
     ledger = ledger.read_text().splitlines()
@@ -91,63 +87,54 @@ def test_of_a_stopped_share_what_is_on_disk_is_not_written_again(source, tmp_pat
         return data
 
     monkeypatch.setattr(files, "block_bytes", counted)
-    made = ucp.open(source).export_share(tmp_path / "out", "dcp", **how)
-    assert made is not None
-    assert written(tmp_path / "out") == digests(tmp_path / "whole")
+    assert job.share(0, 1, budget_bytes=BUDGET) is not None
+    assert job.is_whole
     stored = sum(array.nbytes for arrays in STATES.values() for array in arrays.values())
     assert sum(again) == stored - sum(done[1:])
 
 
-def test_shares_at_once_make_one_folder(source, tmp_path):
-    ucp.open(source).export(tmp_path / "whole", "dcp")
+def test_shares_at_once_make_one_folder(job, tmp_path):
     for attempt in range(4):
-        out = tmp_path / f"out {attempt}"
-
-        def share(index, out=out):
-            return ucp.open(source).export_share(out, "dcp", (index, 3))
-
+        again = replace(job, out=tmp_path / f"out {attempt}")
         with ThreadPoolExecutor(3) as threads:
-            made = list(threads.map(share, range(3)))
+            made = list(threads.map(partial(again.share, count=3), range(3)))
         assert any(one is not None for one in made)
-        assert written(out) == digests(tmp_path / "whole")
+        assert again.is_whole
 
 
 @pytest.mark.parametrize("when", ["require_same_job", "complete_files"])
-def test_who_is_overtaken_by_another_has_the_folder_too(when, source, tmp_path, monkeypatch):
-    ucp.open(source).export(tmp_path / "whole", "dcp")
-    out = tmp_path / "out"
-    ucp.open(source).export_share(out, "dcp", (0, 2))
+def test_who_is_overtaken_by_another_has_the_folder_too(when, job, monkeypatch):
+    job.share(0)
     module = folder if when == "complete_files" else jobs
     original = getattr(module, when)
 
     def overtaken(*args):
         monkeypatch.setattr(module, when, original)
         monkeypatch.setattr("fcntl.flock", lambda *args: None)  # the other ends before this one
-        assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
+        assert job.share(1) is not None
         return original(*args)
 
     monkeypatch.setattr(module, when, overtaken)
-    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
-    assert written(out) == digests(tmp_path / "whole")
+    assert job.share(1) is not None
+    assert job.is_whole
 
 
-def test_who_waited_while_another_made_the_folder_leaves_it_as_it_is(source, tmp_path, monkeypatch):
+def test_who_waited_while_another_made_the_folder_leaves_it_as_it_is(job, monkeypatch):
     """The other has not cleared away yet."""
-    ucp.open(source).export(tmp_path / "whole", "dcp")
-    out, flock = tmp_path / "out", fcntl.flock
-    ucp.open(source).export_share(out, "dcp", (0, 2))
+    flock = fcntl.flock
+    job.share(0)
 
     def waited(handle, how):
         if how == fcntl.LOCK_EX:
             with monkeypatch.context() as other:
                 other.setattr(fcntl, "flock", lambda *args: None)
                 other.setattr("shutil.rmtree", lambda *args, **how: None)
-                assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
+                assert job.share(1) is not None
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", waited)
-    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
-    assert written(out) == digests(tmp_path / "whole")
+    assert job.share(1) is not None
+    assert job.is_whole
 
 
 @pytest.mark.parametrize("loss", [Path.unlink, lambda path: os.truncate(path, 9)])
@@ -167,94 +154,81 @@ def test_a_folder_that_has_lost_files_is_not_what_the_export_made(loss, tmp_path
             source.export_share(out, "deepspeed", (index, 2))
 
 
-def test_one_share_has_one_process_at_a_time(source, tmp_path):
-    refusals = []
-
-    def meanwhile(nbytes):
-        with pytest.raises(FormatError, match="another conversion is writing") as refused:
-            ucp.open(source).export_share(tmp_path / "out", "dcp", (0, 2))
-        refusals.append(refused)
-
-    ucp.open(source).export_share(tmp_path / "out", "dcp", (0, 2), progress=meanwhile)
-    assert refusals
-
-
-def test_another_export_is_refused_and_destroys_nothing(source, tmp_path):
+def test_another_export_is_refused_and_destroys_nothing(job, tmp_path):
     memory({"param": {"w": np.zeros((64, 64))}}).export(tmp_path / "other", "dcp")
-    out = tmp_path / "out"
-    assert ucp.open(source).export_share(out, "dcp", (0, 2)) is None
+    other_format = replace(job, format="safetensors")
+    assert job.share(0) is None
     with pytest.raises(FormatError, match="in another number of shares"):
-        ucp.open(source).export_share(out, "dcp", (0, 3))
+        job.share(0, 3)
     with pytest.raises(FormatError, match="unfinished conversion of another source"):
-        ucp.open(tmp_path / "other").export_share(out, "dcp", (1, 2))
+        replace(job, source=tmp_path / "other").share(1)
     with pytest.raises(FormatError):
-        ucp.open(source).export_share(out, "safetensors", (1, 2))
+        other_format.share(1)
     with pytest.raises(FileExistsError, match="run all of them, or delete that folder"):
-        ucp.open(source).export(out, "dcp")
-    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
-    for format, share in (("dcp", (0, 3)), ("dcp", (0, 1)), ("safetensors", (0, 2))):
+        ucp.open(job.source).export(job.out, "dcp")
+    assert job.share(1) is not None
+    for again, share in ((job, (0, 3)), (job, (0, 1)), (other_format, (0, 2))):
         with pytest.raises(FileExistsError, match="is in use"):
-            ucp.open(source).export_share(out, format, share)
+            again.share(*share)
     with pytest.raises(FileExistsError, match="lies in the source"):
-        ucp.open(source).export_share(source / "x", "dcp", (0, 2))
+        replace(job, out=job.source / "x").share(0)
 
 
-def left_uncleared(source: Path, out: Path, monkeypatch) -> None:
+def left_uncleared(job: Job, monkeypatch) -> None:
     """Two shares made the folder, and who made it was killed before the rest was cleared away."""
     with monkeypatch.context() as killed:
         killed.setattr("shutil.rmtree", lambda *args, **how: None)
         killed.setattr(jobs, "clear", lambda *args: None)
-        assert ucp.open(source).export_share(out, "dcp", (0, 2)) is None
+        assert job.share(0) is None
         with pytest.raises(NotACheckpoint, match="unfinished"):  # it is opened at the end
-            ucp.open(source).export_share(out, "dcp", (1, 2))
-    assert (out / Share(1, 2).complete).is_file()
+            job.share(1)
+    assert (job.out / Share(1, 2).complete).is_file()
 
 
-def test_what_a_kill_leaves_in_the_folder_is_cleared_by_any_share(source, tmp_path, monkeypatch):
-    ucp.open(source).export(tmp_path / "whole", "dcp")
-    out = tmp_path / "out"
-    left_uncleared(source, out, monkeypatch)
-    assert ucp.open(source).export_share(out, "dcp", (0, 2)) is not None
-    assert written(out) == digests(tmp_path / "whole")
+def test_what_a_kill_leaves_in_the_folder_is_cleared_by_any_share(job, monkeypatch):
+    left_uncleared(job, monkeypatch)
+    assert job.share(0) is not None
+    assert job.is_whole
 
 
-def test_shares_of_files_that_are_gone_are_not_complete(source, tmp_path, monkeypatch):
-    ucp.open(source).export(tmp_path / "whole", "dcp")
-    out = tmp_path / "out"
-    left_uncleared(source, out, monkeypatch)
-    shutil.rmtree(out)
-    assert ucp.open(source).export_share(out, "dcp", (0, 2)) is None
-    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
-    assert written(out) == digests(tmp_path / "whole")
+def test_shares_of_files_that_are_gone_are_not_complete(job, monkeypatch):
+    left_uncleared(job, monkeypatch)
+    shutil.rmtree(job.out)
+    assert job.share(0) is None
+    assert job.share(1) is not None
+    assert job.is_whole
 
 
 @pytest.mark.parametrize("word", ["of another conversion or export", "damaged"])
-def test_the_word_of_a_share_is_of_one_export(word, source, tmp_path):
+def test_the_word_of_a_share_is_of_one_export(word, job, tmp_path):
     """Who commits says which share is to be run again."""
-    ucp.open(source).export(tmp_path / "whole", "dcp")
-    out, share = tmp_path / "out", Share(1, 2)
-    assert ucp.open(source).export_share(out, "dcp", (0, 2)) is None
-    place = tmp_path / ".out.partial" / "files"
+    assert job.share(0) is None
+    share, place = Share(1, 2), tmp_path / ".out.partial" / "files"
     if word == "damaged":
         (place / share.complete).write_bytes(b"{")
     else:
         write_complete(LocalFiles(place), share, "another", {})
     with pytest.raises(CorruptData, match=rf"(?s)complete.jsonl.* {word}.*run share 1/2 again"):
-        ucp.open(source).export_share(out, "dcp", (0, 2))
-    assert ucp.open(source).export_share(out, "dcp", (1, 2)) is not None
-    assert written(out) == digests(tmp_path / "whole")
+        job.share(0)
+    assert job.share(1) is not None
+    assert job.is_whole
 
 
-def test_an_export_by_one_process_is_not_joined(source, tmp_path):
-    refusals = []
+@pytest.mark.parametrize("by_one", [False, True])
+def test_one_share_has_one_process_at_a_time_and_joins_no_export_by_one(job, by_one):
+    refused = FileExistsError if by_one else FormatError
+    heard = []
 
     def meanwhile(nbytes):
-        with pytest.raises(FileExistsError, match="another export is writing") as refused:
-            ucp.open(source).export_share(tmp_path / "out", "dcp", (0, 1))
-        refusals.append(refused)
+        with pytest.raises(refused, match=r"another (conversion|export) is writing"):
+            job.share(0, 1 if by_one else 2)
+        heard.append(nbytes)
 
-    ucp.open(source).export(tmp_path / "out", "dcp", progress=meanwhile)
-    assert refusals
+    if by_one:
+        ucp.open(job.source).export(job.out, "dcp", progress=meanwhile)
+    else:
+        job.share(0, progress=meanwhile)
+    assert heard
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -5,8 +5,7 @@ and however little.
 import base64
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 import jax_ucp as ucp
-from helpers import boxes_in, faults_of, mesh_of
+from helpers import boxes_in, changed, faults_of, mesh_of
 from hostile.files import resealed, without_crcs
 from jax_ucp.errors import CorruptData
 from jax_ucp.handler.versions import HAS_V1
@@ -78,16 +77,6 @@ def chunk_files(item: Path) -> list[Path]:
     return sorted(path for path in item.glob("*/c*") if (path.parent / "zarr.json").is_file())
 
 
-@contextmanager
-def changed(file: Path, data: bytes) -> Iterator[None]:
-    before = file.read_bytes()
-    file.write_bytes(data)
-    try:
-        yield
-    finally:
-        file.write_bytes(before)
-
-
 def by_v1(item: Path, mesh: Mesh) -> Any:
     try:
         target = {"default": ucp.args.Restore(mesh=mesh)}
@@ -126,8 +115,11 @@ def test_a_chunk_file_that_is_another_of_its_size_is_refused_by_every_reader(run
     other = data.draw(st.sampled_from(others), label="other")
     read = READERS[data.draw(st.sampled_from(sorted(READERS)), label="reader")]
     mesh = data.draw(st.sampled_from(MESHES), label="mesh")
-    with changed(file, other.read_bytes()), pytest.raises(CorruptData) as refused:
-        read(item, mesh)
+    with changed(file, other.read_bytes()):
+        with pytest.raises(CorruptData) as refused:
+            read(item, mesh)
+        (fault,) = faults_of(ucp.open(item))
+    assert f"{item}/{file.parent.name}: {file}: the data of" in fault
     for said in (f"{item}/{file.parent.name}: ", f"{file}", "another array, step or run"):
         assert said in str(refused.value)
     assert "damaged" not in str(refused.value)
@@ -210,6 +202,7 @@ def test_a_chunk_of_a_pack_in_the_place_of_another_is_refused(tmp_path, other):
     with pytest.raises(CorruptData, match=fault):  # of which all are read at once
         ucp.open(item).save(tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+    assert [fault.partition(": ")[0] for fault in faults_of(ucp.open(item))] == [f"{item}/w0000"]
     pack.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     with pytest.raises(CorruptData, match=r"w0000: .*is damaged"):
         ucp.open(item).save(tmp_path / "copy")
@@ -294,3 +287,7 @@ def test_a_checkpoint_without_the_crcs_is_read_as_before(item, tmp_path):
     assert faults_of(ucp.open(old)) == []
     (old / "b.0" / "c.0.0").write_bytes((old / "b.1" / "c.0.0").read_bytes())
     assert len(faults_of(ucp.open(old))) == 1
+    with pytest.raises(CorruptData, match=r"b\.0: the data of .* are not those that were saved"):
+        ucp.open(old).restore(verify="full")
+    with pytest.raises(CorruptData, match=r"b\.0: the data of .* are not those that were saved"):
+        ucp.CheckpointHandler().restore(old, ucp.args.Restore(verify="full"))

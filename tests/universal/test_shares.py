@@ -27,6 +27,7 @@ from jax_ucp.universal.copy import UniversalTarget, plan_copy, require_target
 from jax_ucp.universal.packs import PACK_FROM
 from jax_ucp.universal.store import ZarrStore
 from large_sources import SOURCES, in_two_minds, made
+from share_jobs import Job
 
 DATA = Path(__file__).parents[1] / "data"
 REAL = ["deepspeed/tp2_dp2_z1_bf16_swiglu", "torch/dcp_zstd/ckpt"]
@@ -34,8 +35,14 @@ REAL.append("megatron/dist_tp2_dp2_distopt_dp_reshardable_bf16/ckpt")
 BUDGET = 4 << 20  # many blocks
 
 
-def but_for_the_note(folder: Path) -> dict[str, str]:
-    return {name: of for name, of in digests(folder).items() if name != "ucp.conversion.json"}
+@pytest.fixture
+def job(tmp_path) -> Job:
+    """Of two arrays, each a block."""
+    tree = {"param": {"v": np.ones((64, 64)), "w": np.ones((64, 64))}}
+    memory(tree).export(tmp_path / "source", "dcp")
+    job = Job(tmp_path / "source", tmp_path / "out", tmp_path / "whole")
+    job.by_one()
+    return job
 
 
 @given(
@@ -80,37 +87,33 @@ def source(request, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_in_any_order_the_shares_make_what_one_process_makes(source, count, tmp_path):
-    checkpoint = ucp.open(source)
-    checkpoint.save(tmp_path / "whole", budget_bytes=BUDGET)
+    job = Job(source, tmp_path / "out", tmp_path / "whole")
+    job.by_one(budget_bytes=BUDGET)
     order = random.Random(count).sample(range(count), count)
     for index in order[:-1]:
-        share = index, count
-        assert ucp.open(source).save_share(tmp_path / "out", share, budget_bytes=BUDGET) is None
-        with pytest.raises(NotACheckpoint):
-            ucp.open(tmp_path / "out")
-    made = ucp.open(source).save_share(tmp_path / "out", (order[-1], count), budget_bytes=BUDGET)
+        assert job.share(index, count, budget_bytes=BUDGET) is None
+        with pytest.raises(NotACheckpoint, match="unfinished conversion"):
+            ucp.open(job.out)
+    made = job.share(order[-1], count, budget_bytes=BUDGET)
     assert made is not None
-    assert but_for_the_note(tmp_path / "out") == digests(tmp_path / "whole")
+    assert job.is_whole
     assert not any(item.status == "skipped" for item in made.inventory)
-    # any may be run again
-    before = digests(tmp_path / "out")
-    for index in range(count):
-        again = ucp.open(source).save_share(tmp_path / "out", (index, count), budget_bytes=BUDGET)
-        assert again is not None
-    assert digests(tmp_path / "out") == before
+    before = digests(job.out)
+    for index in range(count):  # any may be run again
+        assert job.share(index, count, budget_bytes=BUDGET) is not None
+    assert digests(job.out) == before
 
 
 def test_small_arrays_are_packed_as_one_process_packs_them(tmp_path, monkeypatch):
     monkeypatch.setattr(copying, "PACK_BLOCKS", 300)
     tree = {f"w{i}": np.full(3, i, np.float32) for i in range(PACK_FROM + 5)}
     tree["large"] = np.ones((512, 300), np.float32)
-    source = memory({"param": tree})
-    source.save(tmp_path / "source")
-    opened = ucp.open(tmp_path / "source")
-    opened.save(tmp_path / "whole")
+    memory({"param": tree}).save(tmp_path / "source")
+    job = Job(tmp_path / "source", tmp_path / "out", tmp_path / "whole")
+    job.by_one()
     for index in (1, 2, 0):
-        opened.save_share(tmp_path / "out", (index, 3))
-    assert but_for_the_note(tmp_path / "out") == digests(tmp_path / "whole")
+        job.share(index, 3)
+    assert job.is_whole
 
 
 def test_a_share_that_is_none_is_refused():
@@ -119,21 +122,19 @@ def test_a_share_that_is_none_is_refused():
             Share(index, count)
 
 
-def test_another_number_of_shares_or_another_source_is_refused(tmp_path):
-    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
+def test_another_number_of_shares_or_another_source_is_refused(job, tmp_path):
     memory({"param": {"w": np.zeros((64, 64))}}).export(tmp_path / "other", "dcp")
-    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
-    assert source.save_share(out, (0, 2)) is None
+    assert job.share(0) is None
     with pytest.raises(FormatError, match="in another number of shares"):
-        source.save_share(out, (0, 3))
+        job.share(0, 3)
     with pytest.raises(FormatError, match="unfinished conversion of another source or spec"):
-        ucp.open(tmp_path / "other").save_share(out, (1, 2))
+        ucp.open(tmp_path / "other").save_share(job.out, (1, 2))
     with pytest.raises(FormatError):
-        source.save(out)
-    assert source.save_share(out, (1, 2)) is not None
+        ucp.open(job.source).save(job.out)
+    assert job.share(1) is not None
     for how in ((0, 3), (0, 1)):
         with pytest.raises(FileExistsError, match="is a checkpoint already"):
-            source.save_share(out, how)
+            job.share(*how)
 
 
 @pytest.mark.parametrize("do", ["save_share", "export_share"])
@@ -162,17 +163,15 @@ def test_a_machine_that_cuts_otherwise_is_refused_and_one_that_cuts_alike_is_not
     assert (made.read("param/v") == -w).all()
 
 
-def test_one_share_has_one_process_at_a_time(tmp_path):
-    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
-    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
+def test_one_share_has_one_process_at_a_time(job):
     heard = []
 
     def meanwhile(block):
         with pytest.raises(FormatError, match="another conversion is writing"):
-            ucp.open(tmp_path / "source").save_share(out, (0, 1))
+            job.share(0, 1)
         heard.append(block)
 
-    assert source.save_share(out, (0, 1), progress=meanwhile) is not None
+    assert job.share(0, 1, progress=meanwhile) is not None
     assert heard
 
 
@@ -194,12 +193,9 @@ def test_a_share_begins_while_another_makes_the_ledger(tmp_path, monkeypatch):
         require_target(contents, file_path(tmp_path / "y"))
 
 
-def test_two_that_commit_at_once_make_one_checkpoint(tmp_path, monkeypatch):
+def test_two_that_commit_at_once_make_one_checkpoint(job, monkeypatch):
     """The second sees all shares done, and the first clears away what it is about to read."""
-    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
-    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
-    source.save(tmp_path / "whole")
-    source.save_share(out, (0, 2))
+    job.share(0)
     commit = UniversalTarget.commit
 
     def committed_by_another(*args):
@@ -208,64 +204,54 @@ def test_two_that_commit_at_once_make_one_checkpoint(tmp_path, monkeypatch):
         return commit(*args)
 
     monkeypatch.setattr(UniversalTarget, "commit", committed_by_another)
-    assert source.save_share(out, (1, 2)) is not None
-    assert but_for_the_note(out) == digests(tmp_path / "whole")
+    assert job.share(1) is not None
+    assert job.is_whole
 
 
 @pytest.mark.parametrize("ours", [0, 1])
-def test_who_is_overtaken_by_anothers_commit_has_the_checkpoint_too(ours, tmp_path, monkeypatch):
+def test_who_is_overtaken_by_anothers_commit_has_the_checkpoint_too(ours, job, monkeypatch):
     """Between its last word and its look at those of the others another has cleared all away. Or,
     where it was done already and is run again, before its last word, of which nothing is left.
     """
-    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
-    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
-    source.save(tmp_path / "whole")
-    source.save_share(out, (0, 2))
+    job.share(0)
     write_complete = jobs.write_complete
 
     def overtaken(*args):
         monkeypatch.undo()
         if ours:
             write_complete(*args)
-        assert ucp.open(tmp_path / "source").save_share(out, (1 - ours, 2)) is not None
+        assert job.share(1 - ours) is not None
         if not ours:
             write_complete(*args)
 
     monkeypatch.setattr(jobs, "write_complete", overtaken)
-    assert source.save_share(out, (ours, 2)) is not None
-    assert but_for_the_note(out) == digests(tmp_path / "whole")
+    assert job.share(ours) is not None
+    assert job.is_whole
 
 
 @pytest.mark.parametrize("last", ["require_target", "require_same_job", "share_groups"])
-def test_who_begins_when_another_commits_writes_nothing_again(last, tmp_path, monkeypatch):
+def test_who_begins_when_another_commits_writes_nothing_again(last, job, monkeypatch):
     """A share that is done is run again. Chunks of a checkpoint that are written again are half of
     it meanwhile, and stay so after a kill.
     """
-    tree = {"param": {"v": np.ones((64, 64)), "w": np.ones((64, 64))}}
-    memory(tree).export(tmp_path / "source", "dcp")
-    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
-    source.save(tmp_path / "whole")
-    assert source.save_share(out, (0, 2)) is None
+    assert job.share(0) is None
     module = copying if last == "require_target" else jobs
     step = getattr(module, last)
 
     def overtaken(*args):
         monkeypatch.undo()
         result = step(*args)
-        assert ucp.open(tmp_path / "source").save_share(out, (1, 2)) is not None
+        assert job.share(1) is not None
         monkeypatch.setattr(ZarrStore, "write", lambda *args, **how: pytest.fail("written again"))
         return result
 
     monkeypatch.setattr(module, last, overtaken)
-    assert source.save_share(out, (0, 2)) is not None
-    assert but_for_the_note(out) == digests(tmp_path / "whole")
+    assert job.share(0) is not None
+    assert job.is_whole
 
 
-def test_those_that_are_last_together_commit_one_after_the_other(tmp_path, monkeypatch):
+def test_those_that_are_last_together_commit_one_after_the_other(job, monkeypatch):
     """They write files of the same names, which are there at once."""
-    tree = {"param": {"v": np.ones((64, 64)), "w": np.ones((64, 64))}}
-    memory(tree).export(tmp_path / "source", "dcp")
-    out = tmp_path / "out"
     are_complete, commit_copy = jobs.are_complete, UniversalTarget.commit
     last, inside = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=1)
     together = []
@@ -282,9 +268,7 @@ def test_those_that_are_last_together_commit_one_after_the_other(tmp_path, monke
     monkeypatch.setattr(jobs, "are_complete", both_done)
     monkeypatch.setattr(UniversalTarget, "commit", commit)
     with ThreadPoolExecutor(2) as pool:
-        sources = [ucp.open(tmp_path / "source") for _ in range(2)]
-        ends = [pool.submit(sources[i].save_share, out, (i, 2)) for i in range(2)]
-    assert all(end.result() for end in ends)
+        assert all(pool.map(job.share, range(2)))
     assert together == []
 
 
@@ -303,41 +287,34 @@ def test_of_a_source_that_contradicts_itself_there_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("leave", ["all", "ledgers"])
-def test_what_a_kill_after_the_commit_leaves_is_cleared_by_the_next(tmp_path, monkeypatch, leave):
-    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
-    source, out = ucp.open(tmp_path / "source"), tmp_path / "out"
-    source.save(tmp_path / "whole")
-
+def test_what_a_kill_after_the_commit_leaves_is_cleared_by_the_next(job, monkeypatch, leave):
     def stop(*args):
         raise KeyboardInterrupt
 
-    source.save_share(out, (0, 2))
+    job.share(0)
     with monkeypatch.context() as patched:
         if leave == "all":
             patched.setattr(jobs, "clear", stop)
         else:
             patched.setattr(local.LocalFiles, "delete", stop)
         with pytest.raises(KeyboardInterrupt):
-            source.save_share(out, (1, 2))
-    assert ucp.open(out).read("param/w").all()
-    assert source.save_share(out, (0, 2)) is not None
-    assert but_for_the_note(out) == digests(tmp_path / "whole")
+            job.share(1)
+    assert ucp.open(job.out).read("param/w").all()
+    assert job.share(0) is not None
+    assert job.is_whole
 
 
-def test_the_share_is_taken_from_the_scheduler(tmp_path, monkeypatch):
-    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
-
+def test_the_share_is_taken_from_the_scheduler(job, monkeypatch):
     def convert(share: str, environment: dict[str, str]) -> dict[str, object]:
         for name in list(os.environ):
             if name.startswith(("SLURM", "JOB_", "OMPI", "PMI")):
                 monkeypatch.delenv(name)
-        paths = tmp_path / "source", tmp_path / "out"
-        return run_json("convert", *paths, "--worker", share, env=environment)
+        return run_json("convert", job.source, job.out, "--worker", share, env=environment)
 
     slurm = {"SLURM_ARRAY_TASK_ID": "12", "SLURM_ARRAY_TASK_MIN": "10"}
     slurm["SLURM_ARRAY_TASK_COUNT"] = "6"
     assert convert("auto", slurm)["share"] == [2, 6]
-    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(job.out)
     assert convert("auto/4", {"JOB_COMPLETION_INDEX": "3"})["share"] == [3, 4]
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     assert convert("auto", mpi)["share"] == [1, 4]
@@ -350,10 +327,3 @@ def test_the_share_is_taken_from_the_scheduler(tmp_path, monkeypatch):
 def test_a_worker_that_is_none_is_a_usage_error(share, tmp_path):
     unclear = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "x"}
     assert "is not a share" in run("convert", "a", "b", "--worker", share, code=2, env=unclear)
-
-
-def test_a_ledger_of_a_share_is_found_as_an_unfinished_conversion(tmp_path):
-    memory({"param": {"w": np.ones((64, 64))}}).export(tmp_path / "source", "dcp")
-    ucp.open(tmp_path / "source").save_share(tmp_path / "out", (0, 2))
-    with pytest.raises(NotACheckpoint, match="unfinished conversion"):
-        ucp.open(tmp_path / "out")

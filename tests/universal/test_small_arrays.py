@@ -295,17 +295,6 @@ def test_a_pack_that_is_missing_or_short_is_an_error(numbers, tmp_path):
         opened.restore()
 
 
-def test_swapped_chunks_of_a_pack_are_found_by_verify(numbers, tmp_path):
-    item, want = numbers
-    copy = shutil.copytree(item, tmp_path / "copy")
-    (pack,) = copy.glob("ucp.pack_*")
-    data = pack.read_bytes()
-    stored = len(data) // len(want)
-    pack.write_bytes(data[stored : 2 * stored] + data[:stored] + data[2 * stored :])
-    places = [fault.partition(": ")[0] for fault in faults_of(copy)]
-    assert places == [f"{copy}/w0000", f"{copy}/w0001"]
-
-
 @pytest.mark.parametrize("other", ["w0001", "w0900"])
 def test_two_arrays_at_one_place_of_a_pack_are_found_by_verify(other, numbers, tmp_path):
     """A read finds the bytes that `ucp.json` says: only the pack shows that others are there."""

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import DATA as CASES_DATA
 from helpers import boxes_in
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.codecs import torch_legacy as torch_legacy
 from jax_ucp.codecs.torch_file import TorchFile, is_torch_file
-from jax_ucp.errors import CorruptData, FormatError, UCPError
+from jax_ucp.errors import CorruptData, FormatError
 from jax_ucp.files.path import file_path
 from jax_ucp.layout.box import Box
 from torch_writer import Global, Storage, Tensor, legacy
@@ -91,30 +90,12 @@ def test_a_file_inside_another_is_read_from_its_own_start(tmp_path):
     np.testing.assert_array_equal(file.read("w", Box.whole((24,))), WHOLE)
 
 
-@pytest.mark.parametrize("name", ["tied.pt", "views.pt"])
-def test_a_file_cut_at_any_byte_or_longer_is_refused(tmp_path, name):
-    data = (CASES_DATA / "torch/torchsave_legacy" / name).read_bytes()
-    for end in range(40, len(data), 9):
-        with pytest.raises(FormatError, match=r"old\.pt: "):
-            TorchFile(write(tmp_path, data[:end]))
+def test_a_file_that_ends_too_soon_or_too_late_is_refused(tmp_path):
+    data = legacy({"w": WHOLE})
     with pytest.raises(CorruptData, match=r"old\.pt: storage '\d+' runs past the end .* truncated"):
         TorchFile(write(tmp_path, data[:-1]))
     with pytest.raises(CorruptData, match=r"old\.pt: 1 bytes follow the last storage"):
         TorchFile(write(tmp_path, data + b"x"))
-
-
-@given(st.data())
-def test_changed_bytes_give_our_errors_or_a_readable_file(data):
-    whole = bytearray((CASES_DATA / "torch/torchsave_legacy" / "tied.pt").read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        whole[data.draw(st.integers(0, 640))] = data.draw(st.integers(0, 255))
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            file = TorchFile(write(Path(folder), bytes(whole)))
-        except UCPError:
-            return
-        for key, info in file.arrays().items():
-            assert file.read(key, Box.whole(info.shape)).nbytes == info.nbytes
 
 
 def tensor(view: tuple | None = None, numel: int = 4) -> Tensor:
