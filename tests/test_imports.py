@@ -25,32 +25,31 @@ DATA = ROOT / "tests" / "data"
 
 # Of formats those that contain others, and which; what several are written in is in `codecs`, whose
 # optimizer states they have in `states`, and what all use of naming and describing beside the folders.
+HELD = "peft", "quantized", "safetensors", "torch_save"
 CONTAINED = {
     "formats.dcp": {"formats.torch_save"},
     "formats.gguf": {"formats.quantized"},
-    "formats.huggingface": {
-        *("formats.peft", "formats.quantized", "formats.safetensors", "formats.torch_save")
-    },
+    "formats.huggingface": {f"formats.{name}" for name in HELD},
     "formats.flax_msgpack": {"formats.orbax"},
     "formats.megatron": {"formats.dcp"},
 }
 FORMATS = (
-    *("torch_save", "safetensors", "dcp", "quantized", "peft", "gguf", "orbax", "flax_msgpack"),
-    *("equinox", "huggingface", "dtensor_ranks", "deepspeed", "megatron"),
-)
+    "torch_save", "safetensors", "dcp", "quantized", "peft", "gguf", "orbax", "flax_msgpack",
+    "equinox", "huggingface", "dtensor_ranks", "deepspeed", "megatron",
+)  # fmt: skip
 FOLDERS = tuple(f"formats.{name}" for name in FORMATS)
 # The rooms from the bottom up: each may import those above it in this list, besides itself.
 ROOMS = (
-    *("version", "orbax_import", "text", "errors", "json_text", "arguments", "garbage"),
-    *("name_patterns", "layout", "tree", "files", "arrays", "shard_spec", "options", "mapping"),
-    *("jobs", "universal", "export", "codecs", "states"),
-    *("formats.nested", "formats.facts", "formats.assemble", "formats.weight_names"),
-    *("formats.weight_files", "formats.state_dicts", "formats.steps", "formats.packed_experts"),
+    "version", "orbax_import", "text", "errors", "json_text", "arguments", "garbage",
+    "name_patterns", "layout", "tree", "files", "arrays", "shard_spec", "options", "mapping",
+    "jobs", "universal", "export", "codecs", "states",
+    "formats.nested", "formats.facts", "formats.assemble", "formats.weight_names",
+    "formats.weight_files", "formats.state_dicts", "formats.steps", "formats.packed_experts",
     *FOLDERS,
     *("formats", "formats.step_folders", "formats.orbax_steps", "formats.hints", "formats.exporting",
         "formats.saved_index"),
-    *("formats.registry", "sharding"),
-    *("optimizers", "inspection", "checkpoint", "handler", "args", "", "cli", "__main__"),
+    "formats.registry", "sharding",
+    "optimizers", "inspection", "checkpoint", "handler", "args", "", "cli", "__main__",
     "launcher",
 )  # fmt: skip
 ALL_FORMATS = {room for room in ROOMS if room.partition(".")[0] == "formats"}

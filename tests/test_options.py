@@ -573,7 +573,7 @@ TABLE: dict[str, dict[str, str]] = {
         "step": "used", "item": "refused", "custom_metadata": "refused"}},
     "Checkpoint.plan_link": {"path": "used", "budget_bytes": "used"},
     "Checkpoint.link": {**{"path": "used", "checksum": "used", "budget_bytes": "used", "progress": "used"},
-        **{"root": "used", "variables": "used", "step": "used", "item": "refused", "custom_metadata": "refused"}},
+        "root": "used", "variables": "used", "step": "used", "item": "refused", "custom_metadata": "refused"},
     "Checkpoint.plan_export": {"format": "used", "dtype": "noted", "max_shard_bytes": "refused",
         "zero_stage": "refused", "config": "refused", "adapter_config": "refused", "like": "refused", "budget_bytes": "used"},
     "Checkpoint.export": {"path": "used", "format": "used", "dtype": "noted", "max_shard_bytes": "refused",

@@ -36,18 +36,11 @@ DTYPES += [np.complex64, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu]
 
 # One case for each way in which a source differs: masters, ZeRO stage, optimizer, frozen, tied,
 # parallel, experts.
-CASES = [
-    *(
-        f"deepspeed/{case}"
-        for case in ("z0_fp32_dp2", "z1_fp16_dp2", "z1_fp32_dp2_sgd", "z2_bf16_dp2_bf16master")
-    ),
-    *(
-        f"deepspeed/{case}"
-        for case in ("z2_bf16_dp2_frozen_tied", "z2_fp32_dp2_offload", "z3_bf16_dp2_frozen_tied")
-    ),
-    *(f"deepspeed/{case}" for case in ("tp2_dp1_z1_fp32_gqa", "autotp2_dp2_z3_bf16", "autoep2_dp4_z3_fp32")),
-    "deepspeed/moe_ep2_dp2_z1_bf16",
-]  # fmt: skip
+CASES = [f"deepspeed/{case}" for case in (
+    "z0_fp32_dp2", "z1_fp16_dp2", "z1_fp32_dp2_sgd", "z2_bf16_dp2_bf16master",
+    "z2_bf16_dp2_frozen_tied", "z2_fp32_dp2_offload", "z3_bf16_dp2_frozen_tied", "tp2_dp1_z1_fp32_gqa",
+    "autotp2_dp2_z3_bf16", "autoep2_dp4_z3_fp32", "moe_ep2_dp2_z1_bf16",
+)]  # fmt: skip
 WEIGHTS = ["torch/hf_llama_bf16_tied", "torch/hf_gpt2"]
 
 

@@ -44,17 +44,10 @@ ADAMW = {"kind": "torch", "class": "AdamW"}
 
 def case(name: str, **changes) -> None:
     CASES[name] = {
-        **{"world": 2, "stage": 1, "dtype": "bf16", "steps": 3, "model": "mlp", "optimizer": ADAMW},
-        **{
-            "zero": {},
-            "ds": {"zero_allow_untested_optimizer": True},
-            "seed": 1,
-            "resume": None,
-            "init": False,
-            "exclude_frozen": False,
-        },
-        **changes,
-    }
+        "world": 2, "stage": 1, "dtype": "bf16", "steps": 3, "model": "mlp", "optimizer": ADAMW,
+        "zero": {}, "ds": {"zero_allow_untested_optimizer": True}, "seed": 1, "resume": None,
+        "init": False, "exclude_frozen": False, **changes,
+    }  # fmt: skip
 
 
 def by_config(kind: str, **params) -> dict:
@@ -339,10 +332,9 @@ def ds_config(spec: dict, out: Path) -> dict:
     if "stage3_param_persistence_threshold" not in zero and spec["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 0
     config = {
-        **{"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "steps_per_print": 10**9},
-        **{"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False},
-        **spec["ds"],
-    }
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+        "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **spec["ds"],
+    }  # fmt: skip
     if spec["dtype"] != "fp32":
         config[spec["dtype"]] = {"enabled": True}
     if spec["dtype"] == "fp16":
@@ -645,10 +637,10 @@ TIME_LIMIT = 600  # seconds; the first use of an optimizer compiles it
 # ---- the parent ------------------------------------------------------------------------------
 
 ENVIRONMENT = {
-    **{"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "8", "NDEV_PER_NODE": "2"},
-    **{"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore"},
-    **{"TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"},
-}
+    "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "8", "NDEV_PER_NODE": "2",
+    "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore",
+    "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
 
 
 def launch(spec: dict, out: Path, world: int) -> bool:

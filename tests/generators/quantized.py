@@ -72,19 +72,11 @@ def tiny_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: int) 
     """A model of transformers with its own random weights, saved."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        **{
-            "vocab_size": 16,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 32,
-            **sizes,
-        }
-    )
-    model = LlamaForCausalLM(config).to(dtype)
+    usual = {
+        "vocab_size": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**usual | sizes)).to(dtype)
     source = folder.parent / "source"
     model.save_pretrained(source)
     return source

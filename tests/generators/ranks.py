@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 MEGATRON = {
-    **{"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0"},
-    **{"TORCHDYNAMO_DISABLE": "1", "NVTE_TORCH_COMPILE": "0", "MASTER_ADDR": "127.0.0.1"},
-}
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0",
+    "TORCHDYNAMO_DISABLE": "1", "NVTE_TORCH_COMPILE": "0", "MASTER_ADDR": "127.0.0.1",
+}  # fmt: skip
 
 
 def free_port() -> int:

@@ -125,12 +125,9 @@ def llama(tied=False, layers=2, **sizes):
 
     config = LlamaConfig(
         **{"vocab_size": 23, "hidden_size": 12, "intermediate_size": 18, **sizes},
-        num_hidden_layers=layers,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
+        num_hidden_layers=layers, num_attention_heads=3, num_key_value_heads=1,
+        max_position_embeddings=32, tie_word_embeddings=tied,
+    )  # fmt: skip
     return LlamaForCausalLM(config)
 
 

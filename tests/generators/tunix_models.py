@@ -82,13 +82,8 @@ def main(folder: Path) -> None:
             arrays["images"] = given["pixel_values"].numpy()
         np.savez_compressed(folder / name / "logits.npz", allow_pickle=False, **arrays)
         with torch.no_grad():
-            exact = model.double()(
-                **{
-                    key: one.double() if one.is_floating_point() else one
-                    for key, one in given.items()
-                },
-                use_cache=False,
-            ).logits
+            wide = {k: one.double() if one.is_floating_point() else one for k, one in given.items()}
+            exact = model.double()(**wide, use_cache=False).logits
         off = ((exact - logits).abs().max() / exact.abs().max()).item()
         print(f"{name}: transformers {transformers.__version__}, {off:.1e} off fp64")
 

@@ -21,10 +21,12 @@ from jax_ucp.optimizers.settings import TrialUpdates, setting_faults
 
 # Elastic files keep no groups. The optimizer of `fsdp1_sharded` had one group.
 DEEPSPEED = sorted({*names_of("deepspeed")} - {"z1_fp32_dp2_elastic"})
-UNIVERSAL = DATA / "deepspeed_universal"
 DCP = [
     "fsdp2_dp4_uneven", "fsdp2_tp_2x2", "fsdp2_dp2_bf16_flatopt", "hsdp_2x2", "titan_flat", "titan_prefixed",
 ]  # fmt: skip
+GROUPED = [f"deepspeed/{name}" for name in DEEPSPEED]
+GROUPED += [f"deepspeed_universal/{name}" for name in names_of("deepspeed_universal")]
+GROUPED += [f"torch/{name}" for name in DCP]
 MEGATRON = [n for n in names_of("megatron") if "optimizer" in Case(f"megatron/{n}").about]
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
 WEIGHTS = {"w": True, "b": False}
@@ -41,20 +43,10 @@ def matrices_decay(checkpoint, rate):
     return said
 
 
-@pytest.mark.parametrize("case", DEEPSPEED)
-def test_the_groups_of_deepspeed_say_which_weights_were_decayed(case):
-    live = Case(f"deepspeed/{case}")
-    matrices_decay(live.open(), live.about["optimizer"]["weight_decay"])
-
-
-@pytest.mark.parametrize("case", sorted(path.name for path in UNIVERSAL.iterdir()))
-def test_so_do_those_of_its_universal_folders(case):
-    matrices_decay(ucp.open(UNIVERSAL / case), 0.1)
-
-
-@pytest.mark.parametrize("case", DCP)
-def test_the_groups_of_dcp_say_which_weights_were_decayed(case):
-    matrices_decay(ucp.open(DATA / "torch" / case / "ckpt"), 0.1)
+@pytest.mark.parametrize("label", GROUPED)
+def test_groups_say_which_weights_were_decayed(label):
+    live = Case(label)
+    matrices_decay(live.open(), live.about.get("optimizer", {}).get("weight_decay", 0.1))
 
 
 @pytest.mark.parametrize("case", MEGATRON)
@@ -185,13 +177,11 @@ SAME = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "eps"),
-    [
-        *((make, eps) for make in SAME[:5] for eps in (1e-5, 1e-15, 1e-20)),
-        *((make, 1e-8) for make in SAME),
-    ],
-)
+EPS = [(make, eps) for make in SAME[:5] for eps in (1e-5, 1e-15, 1e-20)]
+EPS += [(make, 1e-8) for make in SAME]
+
+
+@pytest.mark.parametrize(("make", "eps"), EPS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_an_optimizer_with_the_settings_of_the_trainers_is_taken(dtype, make, eps):
     params = {name: value.astype(dtype) for name, value in PARAMS.items()}
@@ -263,17 +253,11 @@ LATE = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedu
 
 # Any momentum in any dtype, at a rate that moves no weight at first; and other rates with the least
 # and the most momentum, in the dtype of least range.
+WHOLE = (jnp.float32, 0.5), (jnp.float32, 0.9), (jnp.float32, 0.999)
 HALF = (jnp.float16, 0.5), (jnp.float16, 0.999)
-MOMENTA = [
-    *(
-        (dtype, momentum, WARM)
-        for dtype, momentum in (
-            *((jnp.float32, 0.5), (jnp.float32, 0.9), (jnp.float32, 0.999)),
-            *((jnp.bfloat16, 0.5), (jnp.bfloat16, 0.99), *HALF),
-        )
-    ),
-    *((dtype, momentum, rate) for dtype, momentum in HALF for rate in (0.1, LATE)),
-]
+BRAIN = (jnp.bfloat16, 0.5), (jnp.bfloat16, 0.99)
+MOMENTA = [(dtype, momentum, WARM) for dtype, momentum in (*WHOLE, *BRAIN, *HALF)]
+MOMENTA += [(dtype, momentum, rate) for dtype, momentum in HALF for rate in (0.1, LATE)]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -60,9 +60,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 DTYPES = [
-    *(np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64),
-    *(np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16, ml_dtypes.int4),
-    *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+    np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64,
+    np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16, ml_dtypes.int4,
+    ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2,
 ]  # fmt: skip
 # What TensorStore has in its newer releases.
 NEW_DTYPES = (ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn)

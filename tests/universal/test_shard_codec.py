@@ -23,10 +23,10 @@ from jax_ucp.universal.store import ZarrStore
 from jax_ucp.universal.zarr_files import zarr_metadata
 
 DTYPES = [
-    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4),
-]
+    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+    ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4,
+]  # fmt: skip
 
 
 def noise(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

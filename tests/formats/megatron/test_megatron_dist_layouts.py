@@ -437,10 +437,9 @@ def test_states_that_either_order_of_a_hybrid_model_has_moved_are_suspect(monkey
     )
     mixer = {
         **dict.fromkeys(("dt_bias", "A_log", "D"), (4,)),
-        **{"in_proj.layer_norm_weight": (64,), "in_proj.weight": (300, 64)},
-        **{"conv1d.weight": (700, 1, 4), "conv1d.bias": (700,), "norm.weight": (136,)},
-        "out_proj.weight": (64, 136),
-    }
+        "in_proj.layer_norm_weight": (64,), "in_proj.weight": (300, 64), "norm.weight": (136,),
+        "conv1d.weight": (700, 1, 4), "conv1d.bias": (700,), "out_proj.weight": (64, 136),
+    }  # fmt: skip
     shapes = {f"decoder.layers.0.mixer.{name}": shape for name, shape in mixer.items()}
     shapes |= {"embedding.word_embeddings.weight": (100, 64), "output_layer.weight": (2, 64)}
     shapes["decoder.final_norm.weight"] = (64,)

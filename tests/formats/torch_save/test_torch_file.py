@@ -100,8 +100,8 @@ def test_empty_boxes_and_boxes_outside_are_told_apart():
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [
-    *(("Float", np.float32), ("Short", np.int16), ("Byte", np.uint8)),
-    *(("ComplexFloat", np.complex64), ("ComplexDouble", np.complex128), ("BFloat16", ml_dtypes.bfloat16)),
+    ("Float", np.float32), ("Short", np.int16), ("Byte", np.uint8),
+    ("ComplexFloat", np.complex64), ("ComplexDouble", np.complex128), ("BFloat16", ml_dtypes.bfloat16),
 ])  # fmt: skip
 def test_a_big_endian_file_has_the_same_values(save, kind, dtype):
     values = np.arange(6) * 300 + 1j * np.arange(6) if "Complex" in kind else np.arange(6) * 40
