@@ -311,6 +311,7 @@ class FusedAdam(torch.optim.Optimizer):
     """Adam with its step in the group; `exact` has the masters that are stored as two halves."""
 
     limits: typing.ClassVar = {
+        torch.float16: torch.finfo(torch.float16).max / 2,
         torch.uint8: 448.0,
     }
 

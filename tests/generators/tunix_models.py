@@ -52,11 +52,7 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
     for row, at in enumerate((3, 20)):
         tokens[row, at : at + TOKENS] = IMAGE
     images = torch.rand((2, 3, 8, 8), generator=random) * 2 - 1
-    return {
-        "input_ids": tokens,
-        "pixel_values": images,
-        "token_type_ids": (tokens == IMAGE).int(),
-    }
+    return {"input_ids": tokens, "pixel_values": images, "token_type_ids": (tokens == IMAGE).int()}
 
 
 def main(folder: Path) -> None:

@@ -52,6 +52,8 @@ def test_processes_of_different_versions_save_and_read_nothing_together_and_say_
         words = "process 1 has the version of jax_ucp as 0.0.1, process 0 as "
         assert words in found["saved"], found["saved"]
         for what in ("opened", "restored"):
-            words = f"TreeMismatch: processes [{1 - rank}] have another version of jax_ucp"
+            words = (
+                f"TreeMismatch: processes [{1 - rank}] have another version of jax_ucp than this"
+            )
             assert found[what].startswith(words), found[what]
         assert found["whole"] == []

@@ -55,6 +55,7 @@ READERS = {
     "linear": (bytes.split, None),
     "refused": (refuses, None),
     "copies": (copies, "memory grows faster|too large"),
+    "compares": (compares, "time grows faster"),
 }
 
 

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from commands import run
 from helpers import changed_json, faults_of, tree_of_files
-from hostile.files import (
-    renamed,
-    resealed,
-    saved,
-    stock,
-    stock_entry,
-    write_database,
-)
+from hostile.files import renamed, resealed, saved, stock, stock_entry, write_database
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.local import LocalFiles, name_fault
 

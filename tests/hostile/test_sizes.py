@@ -16,14 +16,7 @@ from cases import DATA
 from commands import run
 from dcp_writer import Writer
 from helpers import MemoryStore, changed_json, contents_of
-from hostile.files import (
-    little_memory,
-    plain_stock,
-    resealed,
-    saved,
-    stock,
-    write_zarr,
-)
+from hostile.files import little_memory, plain_stock, resealed, saved, stock, write_zarr
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.errors import FormatError, UCPError
 from jax_ucp.files.path import file_path

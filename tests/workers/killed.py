@@ -103,6 +103,7 @@ def exporting(root: str, source: str, format: str) -> Callable[[], None]:
 
 JOBS = {
     "save": saving,
+    "save in stages": functools.partial(saving, bound=1 << 19),
     "convert": converting,
 }
 JOBS |= {f"export {name}": functools.partial(exporting, format=name) for name in EXPORT_FORMATS}

@@ -203,11 +203,7 @@ def test_the_tree_of_a_jax_program_is_refused_by_open_and_comes_back_to_it(tree,
         with pytest.raises(QuantizedWeights):
             checkpoint.save(tmp_path / "no")
         kept = ucp.open(path, dequantize=False)
-        assert set(kept) == {
-            "param/m/weight",
-            "param/m/weight_scale_inv",
-            "param/b",
-        }
+        assert set(kept) == {"param/m/weight", "param/m/weight_scale_inv", "param/b"}
         assert same_bits(np.asarray(kept.restore()["param"]["m"]["weight"]), weight)
 
 
