@@ -248,8 +248,8 @@ def test_a_target_in_use_is_refused_and_left_alone(converted, tmp_path):
     assert (converted / "ucp.json").read_bytes() == before
     (tmp_path / "mine.txt").write_text("keep")
     assert "has files in it" in run("convert", CASE, tmp_path, code=1)
-    for target in ("mine.txt", "mine.txt/below"):
-        assert "mine.txt" in run("convert", CASE, tmp_path / target, code=1)
+    assert "is a file; give a path" in run("convert", CASE, tmp_path / "mine.txt", code=1)
+    assert "mine.txt" in run("convert", CASE, tmp_path / "mine.txt" / "below", code=1)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
