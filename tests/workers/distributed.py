@@ -56,8 +56,9 @@ def spec(name: str, columns: bool) -> P:
 
 def placed(name: str, columns: bool) -> jax.Array:
     array = want(name)
-    sharding = NamedSharding(MESH, spec(name, columns))
-    return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(MESH, spec(name, columns)), lambda i: array[i]
+    )
 
 
 NAMES = ["big", "big_replicated", "odd"]
@@ -90,8 +91,9 @@ def save_stacked() -> dict:
 def restore_stacked() -> dict:
     """Restored as many rows in each process, with the bytes read and needed."""
     rows = NamedSharding(MESH, P("x"))
-    shapes = {name: want(name).shape for name in ALIKE}
-    target = {n: jax.ShapeDtypeStruct(s, np.float32, sharding=rows) for n, s in shapes.items()}
+    target = {
+        name: jax.ShapeDtypeStruct(want(name).shape, np.float32, sharding=rows) for name in ALIKE
+    }
     with ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler()) as manager:
         with bytes_read() as count:
             got = manager.restore(0, args=ucp.args.Restore(target, partial=True))
@@ -114,8 +116,9 @@ def restore() -> dict:
         read = count()
         check(got)
         check(manager.restore(0, args=ucp.args.Restore(mesh=MESH)))
-    boxes = [device_boxes(array.sharding, array.shape) for array in got.values()]
-    needed = 4 * sum(box.size for some in boxes for box in some)
+    needed = 4 * sum(
+        box.size for array in got.values() for box in device_boxes(array.sharding, array.shape)
+    )
     return {"read": read, "needed": needed}
 
 
@@ -126,8 +129,9 @@ def save_v1() -> dict:
     if rank == processes - 1:
         write = handler.write_snapshot
         handler.write_snapshot = lambda *args: (time.sleep(0.5), write(*args))[1]
-    args = {"model": ucp.args.Save(tree()), "config": {"layers": 2}}
-    v1.save_checkpointables(f"{directory}/sync", args)
+    v1.save_checkpointables(
+        f"{directory}/sync", {"model": ucp.args.Save(tree()), "config": {"layers": 2}}
+    )
     state = tree()
     saving = v1.save_checkpointables_async(f"{directory}/async", {"model": ucp.args.Save(state)})
     for name in NAMES:
@@ -144,15 +148,18 @@ def restore_v1() -> dict:
         assert found["host"].tolist() == [0, 1, 2], found["host"]
         sharding = NamedSharding(MESH, P(None, "x"))
         target = {"big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding)}
-        args = {"model": ucp.args.Restore(target, partial=True)}
-        found = v1.load_checkpointables(f"{directory}/{step}", args)
+        found = v1.load_checkpointables(
+            f"{directory}/{step}", {"model": ucp.args.Restore(target, partial=True)}
+        )
         assert found["model"]["big"].sharding == sharding
         check(found["model"])
     return {}
 
 
 def count() -> dict:
-    """Bytes read to restore each checkpoint of the directory by rows, and by columns."""
+    """Bytes read to restore each checkpoint of the directory with all its arrays by rows, and by
+    columns.
+    """
     read = {}
     for path in sorted(Path(directory).iterdir()):
         for axes in (("x",), (None, "x")):
@@ -164,7 +171,9 @@ def count() -> dict:
 
 
 def first() -> dict:
-    """A restore onto process 0's devices alone, in which the others read nothing."""
+    """A restore onto the devices of process 0 alone, in which the others take part and read
+    nothing.
+    """
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     with bytes_read() as count:
         got = ucp.open(directory).restore(mesh=mesh, rules=[("", P("x"))])
@@ -176,14 +185,16 @@ def share_reads() -> dict:
     """Bytes read of a replicated array by each for itself and together, behind Orbax's manager;
     and as planned.
     """
-    replicated = NamedSharding(MESH, P())
-    target = {"big_replicated": jax.ShapeDtypeStruct(BIG, np.float32, sharding=replicated)}
+    target = {
+        "big_replicated": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))
+    }
     said = {}
     with ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler()) as manager:
         for together in (False, True):
             with bytes_read() as count:
-                args = ucp.args.Restore(target, partial=True, share_reads=together)
-                got = manager.restore(0, args=args)
+                got = manager.restore(
+                    0, args=ucp.args.Restore(target, partial=True, share_reads=together)
+                )
             said["together" if together else "alone"] = count()
             check(got)
             assert got["big_replicated"].sharding == target["big_replicated"].sharding
@@ -205,18 +216,25 @@ def share_bits() -> dict:
     Cast too, and with a budget in which each array goes alone. Returns how many arrays were shared.
     """
     devices, shared = np.array(jax.devices()), 0
-    checkpoint = ucp.open(directory)
-    rules = [(f"^{name}$", P(*spec)) for name, (_, _, spec) in ARRAYS.items()]
-    meshes = (devices.reshape(2, -1), ("a", "b")), (devices.reshape(-1, 2), ("b", "a"))
-    for mesh in (Mesh(*about) for about in meshes):
+    checkpoint, rules = (
+        ucp.open(directory),
+        [(f"^{name}$", P(*spec)) for name, (_, _, spec) in ARRAYS.items()],
+    )
+    for mesh in (
+        Mesh(devices.reshape(2, -1), ("a", "b")),
+        Mesh(devices.reshape(-1, 2), ("b", "a")),
+    ):
         for cast, budget in ((False, 1), (np.dtype("bfloat16"), 1 << 30)):
             options = {"mesh": mesh, "rules": rules, "cast": cast, "share_reads": True}
             plan = checkpoint.plan(**options)
             shared += sum(placement.shared is not None for placement in plan.placements)
             got = checkpoint.restore(**options, budget_bytes=budget)
             for name, array in bits_by_name().items():
-                is_cast = cast and jax.numpy.issubdtype(array.dtype, np.floating)
-                truth = array.astype(cast) if is_cast else array
+                truth = (
+                    array.astype(cast)
+                    if cast and jax.numpy.issubdtype(array.dtype, np.floating)
+                    else array
+                )
                 found = jax.random.key_data(got[name]) if name == KEYS else got[name]
                 assert found.sharding.is_equivalent_to(plan[name].sharding, array.ndim), name
                 for shard in found.addressable_shards:
@@ -238,16 +256,14 @@ def share_deepspeed() -> dict:
         state, _, name = label.partition("/")
         for shard in got[state][name].addressable_shards:
             assert live.equal(shard.data, array[shard.index], label), label
-    plans = (checkpoint.plan(**options, share_reads=shared) for shared in (False, True))
-    alone, together = (plan.read_bytes for plan in plans)
+    alone, together = (
+        checkpoint.plan(**options, share_reads=shared).read_bytes for shared in (False, True)
+    )
     plan, counted = checkpoint.plan_optimizer(optax.adam(1e-3), got["param"], check=False), []
     read_together = restoring.read_together
-
-    def noted(reads, *more):
-        counted.append(len(reads))
-        return read_together(reads, *more)
-
-    restoring.read_together = noted
+    restoring.read_together = lambda reads, *more: (
+        counted.append(len(reads)) or read_together(reads, *more)
+    )
     states = [jax.tree.leaves(plan.restore(share_reads=shared)) for shared in (False, True)]
     for a, b in zip(*states, strict=True):
         assert a.sharding == b.sharding
@@ -273,16 +289,19 @@ def share_proofs() -> dict:
 def share_faults() -> dict:
     """What each process raises, and after how many seconds, where only one of them cannot read."""
     shardings = {name: NamedSharding(MESH, spec(name, columns=False)) for name in NAMES[:2]}
-    target = {}
-    for name, sharding in shardings.items():
-        target[name] = jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding)
-    replicated = NamedSharding(MESH, P())
-    other = target | {"big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=replicated)}
+    target = {
+        name: jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding)
+        for name, sharding in shardings.items()
+    }
+    other = target | {
+        "big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))
+    }
     read_into, said = ZarrStore.read_into, {}
 
     def attempt(name: str, target: dict = target) -> None:
-        there = name if Path(directory, name).is_dir() else "sound"
-        checkpoint = ucp.open(f"{directory}/{there}")
+        checkpoint = ucp.open(
+            f"{directory}/{name}" if Path(directory, name).is_dir() else f"{directory}/sound"
+        )
         multihost_utils.sync_global_devices(name)
         if name == "missing" and rank == 3:
             sorted(Path(directory, name, "big").glob("c*"))[-1].unlink()
