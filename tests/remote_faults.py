@@ -25,6 +25,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from helpers import faults_of
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
@@ -43,12 +45,9 @@ OURS = (UCPError, FileExistsError, FileNotFoundError)
 def tree(seed: int) -> dict[str, Any]:
     """A few small arrays: one of several chunks, integers, a scalar, a text."""
     dice = np.random.default_rng(seed)
-    return {
-        "kernel": dice.normal(size=(96, 80)).astype(np.float32),
-        "table": dice.integers(-128, 128, (31, 7), np.int8),
-        "step": np.int64(seed),
-        "name": f"run {seed}",
-    }
+    kernel = dice.normal(size=(96, 80)).astype(np.float32)
+    table = dice.integers(-128, 128, (31, 7), np.int8)
+    return {"kernel": kernel, "table": table, "step": np.int64(seed), "name": f"run {seed}"}
 
 
 def is_right(restored: Any, seed: int) -> bool:
@@ -122,7 +121,7 @@ class Campaign:
         try:
             checkpoint = ucp.open(target if what in ("save", "convert") else f"{url}/source")
             right = is_right(checkpoint.restore(), seed)
-            faults = [fault for _, fault in checkpoint.verify() if fault]
+            faults = faults_of(checkpoint)
         except NotACheckpoint:
             return "it succeeded, and there is no checkpoint" if end == "right" else None
         except Exception as error:
@@ -158,7 +157,7 @@ def verify(url: str, seed: int) -> bool:
     """What is sound may be called damaged only where the store sends what is not there: such a
     fault is an error of ours too.
     """
-    faults = [fault for _, fault in ucp.open(f"{url}/source").verify() if fault]
+    faults = faults_of(ucp.open(f"{url}/source"))
     if faults:
         raise UCPError(faults[0])
     return True
@@ -271,9 +270,8 @@ def _kill(process: int) -> None:
 @contextlib.contextmanager
 def savers() -> Iterator[Saver]:
     source = _SAVER.format(tests=str(Path(__file__).parent))
-    process = subprocess.Popen(
-        [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", source], **pipes)
     try:
         yield Saver(process)
     finally:

@@ -5,14 +5,12 @@ The negative controls are here too: what the comparisons would say of data that 
 """
 
 import contextlib
-import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,11 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
+from helpers import changed, tree_of_files
 from hostile.files import resealed, without_crcs
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.universal import metadata
+from programs import killed
 from workers.killed import BUDGET, STEPS, tree_of_step
 from workers.stock import digests
 
@@ -54,18 +54,14 @@ def comparable(leaf: Any) -> Any:
 
 def differences(found: Any, want: Any) -> list[str]:
     """Where two trees differ, in any node or any bit; host and device arrays are the same."""
-    pairs = [
-        jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
-        for tree in (found, want)
-    ]
+    flat = partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
+    pairs = [flat(tree) for tree in (found, want)]
     (found_leaves, found_tree), (want_leaves, want_tree) = pairs
     if found_tree != want_tree:
         return [f"{found_tree} is not {want_tree}"]
-    return [
-        jax.tree_util.keystr(path)
-        for (path, a), (_, b) in zip(found_leaves, want_leaves, strict=True)
-        if comparable(a) != comparable(b)
-    ]
+    pairs = zip(found_leaves, want_leaves, strict=True)
+    other = [path for (path, a), (_, b) in pairs if comparable(a) != comparable(b)]
+    return [jax.tree_util.keystr(path) for path in other]
 
 
 def data_files(item: Path) -> list[Path]:
@@ -92,17 +88,6 @@ def part_of_shard(data: bytes, at: int) -> str:
         return "index" if at < after_index else "checksum of index"
     stops = index.sum(axis=1).tolist()
     return "checksum" if any(stop - 4 <= at < stop for stop in stops) else "data"
-
-
-@contextlib.contextmanager
-def changed(file: Path, data: bytes) -> Iterator[None]:
-    """The file with other content, for a while."""
-    before = file.read_bytes()
-    file.write_bytes(data)
-    try:
-        yield
-    finally:
-        file.write_bytes(before)
 
 
 def flipped(data: bytes, at: int, bit: int) -> bytes:
@@ -192,14 +177,11 @@ def test_without_checksums_a_flipped_bit_is_other_data_and_the_comparison_sees_i
 
 
 def test_valid_chunks_of_other_data_are_seen_by_the_comparison_and_by_verify(small, tmp_path):
-    """One sign of one zero: a file that TensorStore wrote, with good checksums, of data that
-    were not saved.
-    """
+    """One sign of one zero: TensorStore wrote it, with good checksums, of data never saved."""
     item, tree = small
     copy = shutil.copytree(item, tmp_path / "copy")
-    ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{copy}/zeros/"}}).result()[
-        1
-    ] = -0.0
+    store = {"driver": "file", "path": f"{copy}/zeros/"}
+    ts.open({"driver": "zarr3", "kvstore": store}).result()[1] = -0.0
     with pytest.raises(CorruptData, match=r"zeros/c\.0: .* another array, step or run"):
         ucp.open(copy).restore()
     assert [fault.partition(":")[0] for fault in faults_of(copy)] == [f"{copy}/zeros"]
@@ -244,18 +226,9 @@ def test_a_flipped_bit_in_any_other_file_is_found_by_opening_or_by_verify(small)
     others = sorted({path for path in item.rglob("*") if path.is_file()} - set(data_files(item)))
     # of Orbax, which reads none on a disk
     others = [path for path in others if path.name != "commit_success.txt"]
-    assert {path.name for path in others} == {
-        *(
-            "ucp.json",
-            "_METADATA",
-            "_sharding",
-            "_strings.json",
-            "process_0",
-            "zarr.json",
-            "ucp.index",
-            "manifest.ocdbt",
-        )
-    }
+    ours = {"ucp.json", "ucp.index", "zarr.json"}
+    stock = {"_METADATA", "_sharding", "_strings.json", "process_0", "manifest.ocdbt"}
+    assert {path.name for path in others} == ours | stock
     assert faults_of(item) == []
     missed = []
     for file in others:
@@ -298,60 +271,17 @@ def test_a_missing_file_of_metadata_is_an_error(small, tmp_path):
 def test_a_data_file_that_is_too_short_or_too_long_is_an_error(small):
     item, _ = small
     for file in data_files(item):
-        data = file.read_bytes()
+        data, words = file.read_bytes(), f"{array_of(item, file)}: "
         for length in range(len(data)):
-            with (
-                changed(file, data[:length]),
-                pytest.raises(CorruptData, match=f"{array_of(item, file)}: "),
-            ):
+            with changed(file, data[:length]), pytest.raises(CorruptData, match=words):
                 ucp.open(item).restore()
-        with (
-            changed(file, data + b"\0"),
-            pytest.raises(CorruptData, match=f"{array_of(item, file)}: "),
-        ):
+        with changed(file, data + b"\0"), pytest.raises(CorruptData, match=words):
             ucp.open(item).restore()
-
-
-def test_swapped_data_files_are_found_by_every_read(saved, small):
-    """Each file is whole and has good checksums, so that only `ucp.json` knows of it."""
-    for (item, _), one, other in (
-        (saved, "kernel/c.0.0", "kernel/c.3.0"),
-        (small, "same.0/c.0.0", "same.1/c.0.0"),
-    ):
-        a, b = item / one, item / other
-        before = a.read_bytes(), b.read_bytes()
-        with changed(a, before[1]), changed(b, before[0]):
-            with pytest.raises(CorruptData, match="another array, step or run"):
-                ucp.open(item).restore()
-            faults = faults_of(item)
-        assert len(faults) == 2
-        for file in (one, other):
-            assert any(
-                f"{item / array_of(item, item / file)}: {item / file}: the data of" in fault
-                for fault in faults
-            )
-        assert faults_of(item) == []
 
 
 @pytest.fixture(scope="module")
 def trees() -> Mapping[int, Any]:
     return {step: tree_of_step(step) for step in STEPS}
-
-
-def killed(
-    job: str, root: Path, source: Path | str = "", times: int = KILLS
-) -> list[tuple[Path, str]]:
-    """Kills at that many random times and one before all, and one at each moment of the last
-    commit: where, and the moment before.
-    """
-    order = {"job": job, "root": str(root), "source": str(source), "times": times, "seed": 0}
-    one_thread = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, str(WORKERS / "killed.py"), json.dumps(order)]
-    done = subprocess.run(
-        command, env=one_thread, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [(Path(kill["root"]), kill["last"]) for kill in json.loads(done.stdout)]
 
 
 def opened_below(root: Path) -> Iterator[tuple[Path, Any]]:
@@ -370,7 +300,7 @@ def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_op
     `CheckpointManager`, and at each step of the second commit: before and after each file of it
     that we write, and before each file that Orbax writes, renames or removes.
     """
-    kills = killed(job, tmp_path)
+    kills = killed(job, tmp_path, times=KILLS)
     outcomes = Counter()
     for root, moment in kills:
         whole = set()
@@ -386,22 +316,12 @@ def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_op
             manager.save(9, args=ucp.args.Save(trees[1]))
             manager.wait_until_finished()
             for step in manager.all_steps():
-                assert differences(manager.restore(step), trees[1 if step == 9 else step]) == [], (
-                    moment,
-                    step,
-                )
+                want = trees[1 if step == 9 else step]
+                assert differences(manager.restore(step), want) == [], (moment, step)
         outcomes[len(steps)] += 1
         shutil.rmtree(root)
     assert len(kills) > KILLS
-    assert set(outcomes) == {0, 1, 2}, (
-        f"{outcomes} whole steps: no kill before, between or after the commits"
-    )
-
-
-def file_bytes(root: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
-    }
+    assert set(outcomes) == {0, 1, 2}, f"{outcomes} whole steps: no kill before, between or after"
 
 
 @pytest.fixture(scope="module")
@@ -419,23 +339,23 @@ def test_a_convert_killed_at_any_moment_is_completed_by_the_same_convert(tmp_pat
     each step from the last block to the end: before and after each file we write, and before each
     that is opened or removed.
     """
-    kills = killed("convert", tmp_path, source)
+    kills = killed("convert", tmp_path, source, KILLS)
     want = ucp.open(source).restore()
-    whole = file_bytes(tmp_path / "whole" / "converted")
+    whole = tree_of_files(tmp_path / "whole" / "converted")
     outcomes = Counter()
     for root, moment in kills:
         opened = list(opened_below(root))
         for directory, found in opened:
             assert directory == root / "converted", moment
             assert differences(found, want) == [], moment
-        if file_bytes(root / "converted") == whole:
+        if tree_of_files(root / "converted") == whole:
             with pytest.raises(FileExistsError, match="is a checkpoint already"):
                 ucp.open(source).save(root / "converted", budget_bytes=BUDGET)
         else:
             again = ucp.open(source).save(root / "converted", budget_bytes=BUDGET)
             assert differences(again.restore(), want) == [], moment
         assert faults_of(root / "converted") == [], moment
-        assert file_bytes(root / "converted") == whole, moment
+        assert tree_of_files(root / "converted") == whole, moment
         outcomes[len({directory for directory, _ in opened})] += 1
         shutil.rmtree(root)
     assert len(kills) > KILLS

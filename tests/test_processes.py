@@ -17,6 +17,7 @@ import tensorstore as ts
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
+from helpers import faults_of
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.layout.blocks import grid_boxes
 from jax_ucp.sharding.fit import fit_spec
@@ -52,20 +53,17 @@ def packed_by_four(tmp_path_factory) -> Path:
 def test_every_chunk_was_written_by_one_process_and_all_by_several(saved, count, request):
     item = request.getfixturevalue(saved) / "0" / "default"
     checkpoint = ucp.open(item)
-    assert [fault for _, fault in checkpoint.verify() if fault] == []
+    assert faults_of(checkpoint) == []
     assert not list(item.glob("ucp-ledger*"))
     assert all(stored.crcs for stored in open_store(item)[0].arrays.values())
     packs = sorted(item.glob("ucp.pack_*"))
     assert len(packs) == count
     files = [*packs, *(file for file in item.rglob("c*") if (file.parent / "zarr.json").is_file())]
-    assert (
-        checkpoint.nbytes <= sum(file.stat().st_size for file in files) <= checkpoint.nbytes * 1.02
-    )
+    stored = sum(file.stat().st_size for file in files)
+    assert checkpoint.nbytes <= stored <= checkpoint.nbytes * 1.02
 
 
-def test_tensorstore_reads_an_array_whose_chunks_are_in_the_packs_of_several_processes(
-    packed_by_four,
-):
+def test_tensorstore_reads_an_array_whose_chunks_are_in_packs_of_several_processes(packed_by_four):
     item = packed_by_four / "0" / "default"
     checkpoint = ucp.open(item)
     assert len({piece.file for piece in checkpoint.where("small0007")}) == 4
@@ -91,16 +89,14 @@ def test_a_transposed_restore_in_four_processes_reads_each_byte_once_in_all(save
     assert needed <= read <= needed * 1.02, (read, needed)
 
 
-def test_of_arrays_that_are_stacked_each_process_writes_its_own_files_and_reads_what_it_needs(
-    tmp_path,
-):
+def test_of_stacked_arrays_each_process_writes_its_own_files_and_reads_what_it_needs(tmp_path):
     written = [each["written"] for each in run(4, "save_stacked", tmp_path)]
     assert len(set(map(len, written))) == 1  # as many by each
     metadata, store = open_store(tmp_path / "0" / "default")
     assert [len(names) for names in metadata.stacks.values()] == [12]
     files = list(grid_boxes(store.arrays()["ucp.stack_0"].shape, store.chunks["ucp.stack_0"].outer))
     assert sorted(itertools.chain(*written)) == sorted(f"ucp.stack_0{box}" for box in files)
-    assert [fault for _, fault in ucp.open(tmp_path / "0" / "default").verify() if fault] == []
+    assert faults_of(ucp.open(tmp_path / "0" / "default")) == []
     for processes in (2, 4):
         for said in run(processes, "restore_stacked", tmp_path):
             assert said["needed"] <= said["read"] <= 1.02 * said["needed"]
@@ -118,7 +114,7 @@ def test_what_two_processes_save_by_v1_at_once_and_in_the_background_is_sound_an
 ):
     steps = [ucp.open(saved_by_two_of_v1 / step / "model") for step in ("sync", "async")]
     for step in steps:
-        assert [fault for _, fault in step.verify() if fault] == []
+        assert faults_of(step) == []
     assert steps[0].leaves == steps[1].leaves
 
 
@@ -141,14 +137,13 @@ def cut_for_meshes(saved_by_four, tmp_path_factory) -> Path:
         hosts = max(1, mesh["x"] // 2)
         with warnings.catch_warnings():  # "odd" is not cut into columns: 330 is no multiple of 8
             warnings.simplefilter("ignore", ShardingWarning)
-            ucp.open(saved_by_four / "0" / "default").save(
-                directory / name, mesh=mesh, rules=[("", AXES[name])], hosts=hosts
-            )
+            how = {"mesh": mesh, "rules": [("", AXES[name])], "hosts": hosts}
+            ucp.open(saved_by_four / "0" / "default").save(directory / name, **how)
     return directory
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_processes_read_what_the_plan_says_and_of_a_checkpoint_cut_for_their_mesh_what_they_need(
+def test_processes_read_what_the_plan_says_and_if_cut_for_them_what_they_need(
     cut_for_meshes, processes
 ):
     said = run(processes, "count", cut_for_meshes)
@@ -156,54 +151,39 @@ def test_processes_read_what_the_plan_says_and_of_a_checkpoint_cut_for_their_mes
     for pair in said[0]["read"]:
         cut, onto = pair.split(" onto ")
         checkpoint = ucp.open(cut_for_meshes / cut)
-        plan = checkpoint.plan_reads(
-            {"x": 2 * processes}, rules=[("", AXES[onto])], hosts=processes
-        )
+        rules = [("", AXES[onto])]
+        plan = checkpoint.plan_reads({"x": 2 * processes}, rules=rules, hosts=processes)
         # Beside chunks there are their checksums and indices: less than any chunk is, so none was
         # read in vain.
         _, store = open_store(cut_for_meshes / cut)
-        beside = [
-            each["read"][pair] - read for each, read in zip(said, plan.read.tolist(), strict=True)
-        ]
+        pairs = zip(said, plan.read.tolist(), strict=True)
+        beside = [each["read"][pair] - read for each, read in pairs]
         assert all(0 < more < CHECKS for more in beside), (pair, beside)
-        assert (
-            plan.read <= plan.needed + one_chunk_at_each_edge(store, AXES[onto], processes)
-        ).all()
+        edges = one_chunk_at_each_edge(store, AXES[onto], processes)
+        assert (plan.read <= plan.needed + edges).all()
         amplified[pair] = plan.amplification
     assert amplified["rows onto rows"] == amplified["columns onto columns"] == 1.0
-    assert (
-        max(amplified.values())
-        == amplified["rows in three onto rows"]
-        > (1.0 if processes > 1 else 0)
-    )
+    assert max(amplified.values()) == amplified["rows in three onto rows"]
+    assert amplified["rows in three onto rows"] > (1.0 if processes > 1 else 0)
 
 
 def one_chunk_at_each_edge(store: ZarrStore, spec: P, processes: int) -> int:
-    """Bytes that a process can at most have to read beyond its two boxes of each array,
-    whichever way they lie.
-    """
+    """Bytes that a process may read beyond its two boxes of each array, whichever way they lie."""
     total = 0
     for name, info in store.arrays().items():
-        fit = (
-            fit_spec(spec, info.shape, {"x": 2 * processes}).spec
-            if name.startswith(("big", "odd"))
-            else ()
-        )
-        parts = [
-            2 * processes if axis < len(fit) and fit[axis] else 1 for axis in range(len(info.shape))
-        ]
+        fit = ()
+        if name.startswith(("big", "odd")):
+            fit = fit_spec(spec, info.shape, {"x": 2 * processes}).spec
+        axes = range(len(info.shape))
+        parts = [2 * processes if axis < len(fit) and fit[axis] else 1 for axis in axes]
         box = [n // p for n, p in zip(info.shape, parts, strict=True)]
-        most = [
-            min(n, b + 2 * (c - 1))
-            for n, b, c in zip(info.shape, box, info.chunk or info.shape, strict=True)
-        ]
+        lengths = zip(info.shape, box, info.chunk or info.shape, strict=True)
+        most = [min(n, b + 2 * (c - 1)) for n, b, c in lengths]
         total += 2 * (math.prod(most) - math.prod(box)) * info.dtype.itemsize
     return total
 
 
-def test_processes_without_devices_of_a_mesh_take_part_in_a_restore_onto_it_and_read_nothing(
-    saved_by_four,
-):
+def test_processes_without_devices_of_a_mesh_take_part_in_a_restore_and_read_nothing(saved_by_four):
     first, second = run(2, "first", saved_by_four / "0" / "default")
     assert first["read"] > 4 * 1536 * 768
     assert second["read"] < 200  # the values of the host program
@@ -248,19 +228,15 @@ def test_processes_share_the_reads_of_another_format():
     assert [each["compared"] for each in said] == [len(leaves)] * 2
     assert sum(each["alone"] for each in said) == 2 * sum(nbytes)
     assert sum(each["together"] for each in said) == sum(nbytes) + single
-    moments = sum(
-        leaf.path[0].name.startswith("exp_avg") and math.prod(leaf.shape) > 1 for leaf in leaves
-    )
+    some = [leaf for leaf in leaves if leaf.path[0].name.startswith("exp_avg")]
+    moments = sum(math.prod(leaf.shape) > 1 for leaf in some)
     assert [each["moments"] for each in said] == [[moments]] * 2
 
 
 def test_processes_that_share_reads_prove_them_too(tmp_path):
     """A sample each for itself, all of it together; and what one finds, all raise."""
-    for name, elements in (
-        ("sound", []),
-        ("sampled", range(101 * 16)),
-        ("unsampled", range(400, 401)),
-    ):
+    flips = ("sound", []), ("sampled", range(101 * 16)), ("unsampled", range(400, 401))
+    for name, elements in flips:
         shutil.copytree(DATA / "deepspeed" / "z1_bf16_dp2", tmp_path / name)
 
         def other(array: np.ndarray, elements: Iterable[int] = elements) -> None:
@@ -274,13 +250,10 @@ def test_processes_that_share_reads_prove_them_too(tmp_path):
         for what in ("sound, sample", "sound, full", "unsampled, sample"):
             assert each[what] == "restored", (what, each[what])
         for what in ("sampled, sample", "sampled, full", "unsampled, full"):
-            assert (
-                "copy at mp_rank_00_model_states.pt:module/embed.word_embeddings.weight"
-                in each[what]
-            ), what
-    assert sum("It says" in each["unsampled, full"] for each in said) == 1, (
-        "one of them compared it"
-    )
+            place = "copy at mp_rank_00_model_states.pt:module/embed.word_embeddings.weight"
+            assert place in each[what], what
+    compared = ["It says" in each["unsampled, full"] for each in said]
+    assert sum(compared) == 1, "one of them compared it"
     assert not any("It says" in each["sampled, sample"] for each in said), "both compared a sample"
 
 
@@ -336,10 +309,7 @@ def test_what_one_process_cannot_read_all_raise_and_none_waits(saved_by_four, tm
     ]:  # fmt: skip
         for rank, each in enumerate(said):
             kind, text, seconds = each[case]
-            told = (
-                f"process {faulty} could not read its part, and nothing is restored. It says:"
-                f" {raised}: "
-            )
+            told = f"process {faulty} could not read its part, and nothing is restored. It says: {raised}"
             assert text.startswith(told) == (rank != faulty), (case, rank, text)
             assert words in text, (case, rank, text)
             assert kind == (raised if rank == faulty else "CorruptData"), (case, rank, kind)

@@ -86,9 +86,7 @@ SHAPES = {"embed": (6, 4), "dense/kernel": (4, 3), "dense/bias": (3,), "norm/sca
 
 
 def trained(core: str, dtype: Any = np.float32) -> ucp.Checkpoint:
-    """What torch's optimizer keeps of some parameters after five steps; every element is another
-    number.
-    """
+    """What torch's optimizer keeps after five steps; every element is another number."""
     rng = np.random.default_rng(5)
     tree: dict[str, dict[str, np.ndarray]] = {
         state: {
@@ -97,9 +95,8 @@ def trained(core: str, dtype: Any = np.float32) -> ucp.Checkpoint:
         for state in ("param", *CORES[core][1])
     }
     if "step" in tree:
-        tree["step"] = dict.fromkeys(
-            SHAPES, np.asarray(5, np.int32 if core == "lion" else np.float32)
-        )
+        dtype = np.int32 if core == "lion" else np.float32
+        tree["step"] = dict.fromkeys(SHAPES, np.asarray(5, dtype))
     return ucp.Checkpoint(contents_of(tree))
 
 
@@ -117,29 +114,20 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 def tree_of(source: ucp.Checkpoint, tx: Transformation) -> dict[str, Any]:
     """The training loop's tree that went on from a checkpoint of `trained`."""
     params = nested({name: jnp.asarray(param.read()) for name, param in source.params.items()})
-    return {
-        "params": params,
-        "opt_state": source.plan_optimizer(tx, params, step=5).restore(),
-        "step": 5,
-    }
+    state = source.plan_optimizer(tx, params, step=5).restore()
+    return {"params": params, "opt_state": state, "step": 5}
 
 
 def changed(tree: dict[str, Any], label: str, change: Callable[[Any], Any]) -> ucp.Checkpoint:
-    """A checkpoint of the tree in which one leaf is another; where `change` gives None, it is
-    not there.
-    """
+    """A checkpoint of the tree in which one leaf is another, or is not there for None."""
     found = ucp.Checkpoint.of(tree)._contents
     (leaf,) = [leaf for leaf in found.leaves if leaf.label == label]
-    arrays = {
-        one.name: np.array(found.arrays.read(one.name, Box.whole(one.shape)))
-        for one in found.leaves
-        if one.has_array
-    }
+    leaves = [one for one in found.leaves if one.has_array]
+    arrays = {x.name: np.array(found.arrays.read(x.name, Box.whole(x.shape))) for x in leaves}
     value = change(arrays[leaf.name])
     leaves = [one for one in found.leaves if one is not leaf]
     if value is not None:
         arrays[leaf.name] = np.asarray(value)
-        leaves.append(
-            replace(leaf, shape=arrays[leaf.name].shape, dtype=arrays[leaf.name].dtype.name)
-        )
+        array = arrays[leaf.name]
+        leaves.append(replace(leaf, shape=array.shape, dtype=array.dtype.name))
     return ucp.Checkpoint(replace(found, leaves=leaves, arrays=MemoryStore(arrays)))

@@ -199,10 +199,8 @@ class Campaign:
     ) -> Sequence[Sequence[str]]:
         """Run commands at once. Returns those that failed."""
         with open(self._folder / "errors.txt", "wb") as errors:
-            processes = [
-                subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-                for command in commands
-            ]
+            how = {"stdout": subprocess.DEVNULL, "stderr": errors}
+            processes = [subprocess.Popen(command, **how) for command in commands]
             try:
                 meanwhile(processes)
                 codes = [process.wait(timeout=RUN_S) for process in processes]
@@ -238,9 +236,8 @@ def two_workers() -> Iterator[LocalCluster]:
     """Two Dask workers, each of which is started again when it ends: by its nanny, or by the
     cluster where that gives up, as it does when the worker is killed while it starts.
     """
-    with LocalCluster(
-        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, silence_logs=60
-    ) as workers:
+    how = {"threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None}
+    with LocalCluster(n_workers=2, silence_logs=60, **how) as workers:
         workers.adapt(minimum=2, maximum=2)
         yield workers
 

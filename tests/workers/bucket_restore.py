@@ -16,9 +16,8 @@ MESH = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
 
 def main() -> None:
     checkpoint = ucp.open(url)
-    restored = checkpoint.restore(
-        mesh=MESH, rules=[(".*", PartitionSpec("model"))], share_reads=share
-    )
+    rules = [(".*", PartitionSpec("model"))]
+    restored = checkpoint.restore(mesh=MESH, rules=rules, share_reads=share)
     sums = {
         name: [
             float(np.asarray(shard.data, np.float64).sum()) for shard in array.addressable_shards

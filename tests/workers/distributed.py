@@ -56,9 +56,8 @@ def spec(name: str, columns: bool) -> P:
 
 def placed(name: str, columns: bool) -> jax.Array:
     array = want(name)
-    return jax.make_array_from_callback(
-        array.shape, NamedSharding(MESH, spec(name, columns)), lambda i: array[i]
-    )
+    sharding = NamedSharding(MESH, spec(name, columns))
+    return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
 
 
 NAMES = ["big", "big_replicated", "odd"]
@@ -91,9 +90,8 @@ def save_stacked() -> dict:
 def restore_stacked() -> dict:
     """Restored as many rows in each process, with the bytes read and needed."""
     rows = NamedSharding(MESH, P("x"))
-    target = {
-        name: jax.ShapeDtypeStruct(want(name).shape, np.float32, sharding=rows) for name in ALIKE
-    }
+    shapes = {name: want(name).shape for name in ALIKE}
+    target = {n: jax.ShapeDtypeStruct(s, np.float32, sharding=rows) for n, s in shapes.items()}
     with ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler()) as manager:
         with bytes_read() as count:
             got = manager.restore(0, args=ucp.args.Restore(target, partial=True))
@@ -116,9 +114,8 @@ def restore() -> dict:
         read = count()
         check(got)
         check(manager.restore(0, args=ucp.args.Restore(mesh=MESH)))
-    needed = 4 * sum(
-        box.size for array in got.values() for box in device_boxes(array.sharding, array.shape)
-    )
+    boxes = [device_boxes(array.sharding, array.shape) for array in got.values()]
+    needed = 4 * sum(box.size for some in boxes for box in some)
     return {"read": read, "needed": needed}
 
 
@@ -129,9 +126,8 @@ def save_v1() -> dict:
     if rank == processes - 1:
         write = handler.write_snapshot
         handler.write_snapshot = lambda *args: (time.sleep(0.5), write(*args))[1]
-    v1.save_checkpointables(
-        f"{directory}/sync", {"model": ucp.args.Save(tree()), "config": {"layers": 2}}
-    )
+    args = {"model": ucp.args.Save(tree()), "config": {"layers": 2}}
+    v1.save_checkpointables(f"{directory}/sync", args)
     state = tree()
     saving = v1.save_checkpointables_async(f"{directory}/async", {"model": ucp.args.Save(state)})
     for name in NAMES:
@@ -148,18 +144,15 @@ def restore_v1() -> dict:
         assert found["host"].tolist() == [0, 1, 2], found["host"]
         sharding = NamedSharding(MESH, P(None, "x"))
         target = {"big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding)}
-        found = v1.load_checkpointables(
-            f"{directory}/{step}", {"model": ucp.args.Restore(target, partial=True)}
-        )
+        args = {"model": ucp.args.Restore(target, partial=True)}
+        found = v1.load_checkpointables(f"{directory}/{step}", args)
         assert found["model"]["big"].sharding == sharding
         check(found["model"])
     return {}
 
 
 def count() -> dict:
-    """Bytes read to restore each checkpoint of the directory with all its arrays by rows, and by
-    columns.
-    """
+    """Bytes read to restore each checkpoint of the directory by rows, and by columns."""
     read = {}
     for path in sorted(Path(directory).iterdir()):
         for axes in (("x",), (None, "x")):
@@ -171,9 +164,7 @@ def count() -> dict:
 
 
 def first() -> dict:
-    """A restore onto the devices of process 0 alone, in which the others take part and read
-    nothing.
-    """
+    """A restore onto process 0's devices alone, in which the others read nothing."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     with bytes_read() as count:
         got = ucp.open(directory).restore(mesh=mesh, rules=[("", P("x"))])
@@ -185,16 +176,14 @@ def share_reads() -> dict:
     """Bytes read of a replicated array by each for itself and together, behind Orbax's manager;
     and as planned.
     """
-    target = {
-        "big_replicated": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))
-    }
+    replicated = NamedSharding(MESH, P())
+    target = {"big_replicated": jax.ShapeDtypeStruct(BIG, np.float32, sharding=replicated)}
     said = {}
     with ocp.CheckpointManager(directory, item_handlers=ucp.CheckpointHandler()) as manager:
         for together in (False, True):
             with bytes_read() as count:
-                got = manager.restore(
-                    0, args=ucp.args.Restore(target, partial=True, share_reads=together)
-                )
+                args = ucp.args.Restore(target, partial=True, share_reads=together)
+                got = manager.restore(0, args=args)
             said["together" if together else "alone"] = count()
             check(got)
             assert got["big_replicated"].sharding == target["big_replicated"].sharding
@@ -216,25 +205,18 @@ def share_bits() -> dict:
     Cast too, and with a budget in which each array goes alone. Returns how many arrays were shared.
     """
     devices, shared = np.array(jax.devices()), 0
-    checkpoint, rules = (
-        ucp.open(directory),
-        [(f"^{name}$", P(*spec)) for name, (_, _, spec) in ARRAYS.items()],
-    )
-    for mesh in (
-        Mesh(devices.reshape(2, -1), ("a", "b")),
-        Mesh(devices.reshape(-1, 2), ("b", "a")),
-    ):
+    checkpoint = ucp.open(directory)
+    rules = [(f"^{name}$", P(*spec)) for name, (_, _, spec) in ARRAYS.items()]
+    meshes = (devices.reshape(2, -1), ("a", "b")), (devices.reshape(-1, 2), ("b", "a"))
+    for mesh in (Mesh(*about) for about in meshes):
         for cast, budget in ((False, 1), (np.dtype("bfloat16"), 1 << 30)):
             options = {"mesh": mesh, "rules": rules, "cast": cast, "share_reads": True}
             plan = checkpoint.plan(**options)
             shared += sum(placement.shared is not None for placement in plan.placements)
             got = checkpoint.restore(**options, budget_bytes=budget)
             for name, array in bits_by_name().items():
-                truth = (
-                    array.astype(cast)
-                    if cast and jax.numpy.issubdtype(array.dtype, np.floating)
-                    else array
-                )
+                is_cast = cast and jax.numpy.issubdtype(array.dtype, np.floating)
+                truth = array.astype(cast) if is_cast else array
                 found = jax.random.key_data(got[name]) if name == KEYS else got[name]
                 assert found.sharding.is_equivalent_to(plan[name].sharding, array.ndim), name
                 for shard in found.addressable_shards:
@@ -256,14 +238,16 @@ def share_deepspeed() -> dict:
         state, _, name = label.partition("/")
         for shard in got[state][name].addressable_shards:
             assert live.equal(shard.data, array[shard.index], label), label
-    alone, together = (
-        checkpoint.plan(**options, share_reads=shared).read_bytes for shared in (False, True)
-    )
+    plans = (checkpoint.plan(**options, share_reads=shared) for shared in (False, True))
+    alone, together = (plan.read_bytes for plan in plans)
     plan, counted = checkpoint.plan_optimizer(optax.adam(1e-3), got["param"], check=False), []
     read_together = restoring.read_together
-    restoring.read_together = lambda reads, *more: (
-        counted.append(len(reads)) or read_together(reads, *more)
-    )
+
+    def noted(reads, *more):
+        counted.append(len(reads))
+        return read_together(reads, *more)
+
+    restoring.read_together = noted
     states = [jax.tree.leaves(plan.restore(share_reads=shared)) for shared in (False, True)]
     for a, b in zip(*states, strict=True):
         assert a.sharding == b.sharding
@@ -289,19 +273,16 @@ def share_proofs() -> dict:
 def share_faults() -> dict:
     """What each process raises, and after how many seconds, where only one of them cannot read."""
     shardings = {name: NamedSharding(MESH, spec(name, columns=False)) for name in NAMES[:2]}
-    target = {
-        name: jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding)
-        for name, sharding in shardings.items()
-    }
-    other = target | {
-        "big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=NamedSharding(MESH, P()))
-    }
+    target = {}
+    for name, sharding in shardings.items():
+        target[name] = jax.ShapeDtypeStruct(BIG, np.float32, sharding=sharding)
+    replicated = NamedSharding(MESH, P())
+    other = target | {"big": jax.ShapeDtypeStruct(BIG, np.float32, sharding=replicated)}
     read_into, said = ZarrStore.read_into, {}
 
     def attempt(name: str, target: dict = target) -> None:
-        checkpoint = ucp.open(
-            f"{directory}/{name}" if Path(directory, name).is_dir() else f"{directory}/sound"
-        )
+        there = name if Path(directory, name).is_dir() else "sound"
+        checkpoint = ucp.open(f"{directory}/{there}")
         multihost_utils.sync_global_devices(name)
         if name == "missing" and rank == 3:
             sorted(Path(directory, name, "big").glob("c*"))[-1].unlink()

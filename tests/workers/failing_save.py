@@ -33,10 +33,9 @@ from jax_ucp.sharding import shared_save
 root, rank = Path(sys.argv[1]), jax.process_index()
 MESH = Mesh(np.array(jax.devices()), ("x",))
 WANT = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
+BY_ROWS = NamedSharding(MESH, P("x"))
 TREE = {
-    "w": jax.make_array_from_callback(
-        WANT.shape, NamedSharding(MESH, P("x")), lambda index: WANT[index]
-    ),
+    "w": jax.make_array_from_callback(WANT.shape, BY_ROWS, lambda index: WANT[index]),
     "host": np.zeros(3, np.int8),
 }
 STEP = 3
@@ -79,9 +78,8 @@ def in_stages(save: Callable[..., None], path: Path, step: int) -> None:
 
 
 def replicated() -> jax.Array:
-    return jax.make_array_from_callback(
-        WANT.shape, NamedSharding(MESH, P()), lambda index: WANT[index]
-    )
+    everywhere = NamedSharding(MESH, P())
+    return jax.make_array_from_callback(WANT.shape, everywhere, lambda index: WANT[index])
 
 
 Way = Callable[[Path, int], None]
@@ -92,10 +90,8 @@ WAYS: dict[str, Way] = {
     "v1": functools.partial(by_v1, False),
     "v1 in the background": functools.partial(by_v1, True),
 }
-WAYS |= {
-    f"{way} in stages": functools.partial(in_stages, WAYS[f"{way} in the background"])
-    for way in ("v0", "v1")
-}
+for way in ("v0", "v1"):
+    WAYS[f"{way} in stages"] = functools.partial(in_stages, WAYS[f"{way} in the background"])
 
 
 def full_disk(*args: object, **options: object) -> None:
@@ -128,22 +124,16 @@ def met(save: Way, path: Path, process: int, fault: contextlib.AbstractContextMa
         with fault if rank == process else contextlib.nullcontext():
             save(path, STEP + SAVED["beyond"])
     except Exception as raised:
-        error = [
-            type(raised).__name__,
-            *str(raised).splitlines(),
-            *getattr(raised, "__notes__", []),
-        ]
+        notes = getattr(raised, "__notes__", [])
+        error = [type(raised).__name__, *str(raised).splitlines(), *notes]
     sync_global_devices("failed")
     whole = [str(found) for found in [*path.rglob("ucp.json"), *path.glob("?/default")]]
     sync_global_devices("looked")
     for step in (STEP, STEP + 1):
         save(path, step)
     saved = [ucp.open(path / str(step) / "default") for step in (STEP, STEP + 1)]
-    return {
-        "error": error,
-        "whole": whole,
-        "wrong": [f for each in saved for _, f in each.verify() if f],
-    }
+    wrong = [fault for each in saved for _, fault in each.verify() if fault]
+    return {"error": error, "whole": whole, "wrong": wrong}
 
 
 said = {}

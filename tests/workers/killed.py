@@ -106,9 +106,7 @@ JOBS = {
     "save in stages": functools.partial(saving, bound=1 << 19),
     "convert": converting,
 }
-JOBS |= {
-    f"export {format}": functools.partial(exporting, format=format) for format in EXPORT_FORMATS
-}
+JOBS |= {f"export {name}": functools.partial(exporting, format=name) for name in EXPORT_FORMATS}
 
 
 class Moments:
@@ -125,9 +123,8 @@ class Moments:
     def watch(self) -> None:
         for owner, names in _METHODS:
             for name in names:
-                setattr(
-                    owner, name, self._announced(getattr(owner, name), f"{owner.__name__}.{name}")
-                )
+                announced = self._announced(getattr(owner, name), f"{owner.__name__}.{name}")
+                setattr(owner, name, announced)
         sys.addaudithook(self._audit)
 
     def passed(self, what: str) -> None:
@@ -239,11 +236,8 @@ def _commit(passed: list[str]) -> int:
     """The number of a moment before the last commit, at which most arrays are on disk: threads pass
     the last of them in another order each time. An export is all commit.
     """
-    commits = (
-        1 + i
-        for i, what in enumerate(passed)
-        if what.startswith("before LocalFiles.write _METADATA")
-    )
+    first = "before LocalFiles.write _METADATA"
+    commits = (1 + i for i, what in enumerate(passed) if what.startswith(first))
     return max(1, max(commits, default=1) - 16)
 
 

@@ -15,7 +15,5 @@ if __name__ == "__main__":
         checkpoint.save(saved, executor=executor)
         checkpoint.export(weights, "safetensors", executor=executor)
         assert list(checkpoint.verify(executor=executor)) == list(checkpoint.verify())
-        print(
-            executor.num_workers,
-            *executor.submit(eval, "sorted(__import__('sys').modules)").result(),
-        )
+        modules = executor.submit(eval, "sorted(__import__('sys').modules)").result()
+        print(executor.num_workers, *modules)

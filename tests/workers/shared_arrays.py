@@ -1,6 +1,4 @@
-"""Arrays whose reading processes share: what a test saves, and the processes that it starts
-compare with.
-"""
+"""Arrays whose reading processes share: what a test saves and its processes compare with."""
 
 from __future__ import annotations
 
@@ -32,9 +30,8 @@ def _bits(name: str) -> np.ndarray:
     rng = np.random.default_rng(list(name.encode()))
     if dtype is np.bool_:
         return rng.integers(0, 2, shape).astype(np.bool_)
-    array = rng.integers(
-        0, 256, (*shape[:-1], shape[-1] * np.dtype(dtype).itemsize), np.uint8
-    ).view(dtype)
+    whole = *shape[:-1], shape[-1] * np.dtype(dtype).itemsize
+    array = rng.integers(0, 256, whole, np.uint8).view(dtype)
     if dtype not in (np.int8, np.uint32):
         array[..., :4] = np.array([-0.0, np.inf, np.nan, -np.nan], dtype)
     return array

@@ -55,9 +55,8 @@ def restored(path: str, axes: Sequence[int], api: str) -> Any:
             for axis in reversed(range(len(spec))):
                 fits = (name for name, n in mesh.shape.items() if array.shape[axis] % n == 0)
                 spec[axis] = next((name for name in fits if name not in spec), None)
-            return jax.ShapeDtypeStruct(
-                array.shape, array.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
-            )
+            sharding = NamedSharding(mesh, PartitionSpec(*spec))
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
         described = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path))
         target = jax.tree.map(placed, getattr(described, "tree", described))
