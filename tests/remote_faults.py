@@ -25,13 +25,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from helpers import faults_of
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 
 import jax_ucp as ucp
+from helpers import faults_of
 from jax_ucp.errors import NotACheckpoint, UCPError
 from jax_ucp.files import object_store, remote
 from servers import stores
