@@ -6,12 +6,12 @@ make it an entry point of another package: `docs/adding-a-format.md`.
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Literal
 
@@ -109,16 +109,12 @@ def _open_index(path: FilePath, options: Options) -> Contents:
 
 def _parse(module: str) -> Callable[[FilePath, Options], Contents]:
     """`parse` of a module in this package, which is imported when there is something to parse."""
-    return lambda path, options: importlib.import_module(f"{__package__}.{module}").parse(
-        path, options
-    )
+    return lambda path, options: import_module(module, __package__).parse(path, options)
 
 
 def _in(module: str) -> tuple[Callable[[FilePath], bool], Callable[[FilePath, Options], Contents]]:
     """`recognise` and `parse` of a module in this package, which is imported when one is called."""
-    return lambda path: importlib.import_module(f"{__package__}.{module}").recognise(path), _parse(
-        module
-    )
+    return lambda path: import_module(module, __package__).recognise(path), _parse(module)
 
 
 # The first that recognises a path has it; the folder of a run may have the final weights, too.
@@ -127,7 +123,7 @@ FORMATS: tuple[Format, ...] = (
            _open_index, STEP, "none"),
     Format("a universal checkpoint", "ucp.json", universal.recognise, universal.open_universal,
            frozenset()),
-    Format("a PyTree item of Orbax", "_METADATA", orbax.is_tree, _parse("orbax.reader"), WORDS),
+    Format("a PyTree item of Orbax", "_METADATA", orbax.is_tree, _parse(".orbax.reader"), WORDS),
     Format("a step of Orbax", "_CHECKPOINT_METADATA", orbax_steps.is_step, _open_step, SPEC,
            "none"),
     _run("a run of verl, SkyRL, torchtitan, OLMo-core or Automodel", "folders of steps",
@@ -137,34 +133,34 @@ FORMATS: tuple[Format, ...] = (
            lambda path, options: step_folders.open_step(path, options, open_contents), TWICE,
            "weights"),
     Format("DeepSpeed's universal folder", "zero/", deepspeed.is_universal,
-           _parse("deepspeed.universal_reader"), SPEC, "weights"),
+           _parse(".deepspeed.universal_reader"), SPEC, "weights"),
     Format("DeepSpeed", "latest, or *_optim_states.pt", deepspeed.is_checkpoint, _open_deepspeed,
            SPEC, "weights"),
-    Format("Megatron", "metadata.json and common.pt", megatron.is_dist, _parse("megatron.dist"),
+    Format("Megatron", "metadata.json and common.pt", megatron.is_dist, _parse(".megatron.dist"),
            TWICE, "weights"),
     Format("Megatron with FSDP", ".metadata that names Megatron's counters", megatron.is_fsdp,
-           _parse("megatron.fsdp"), TWICE, "weights"),
-    Format("PyTorch's distributed checkpoint", ".metadata", dcp.recognise, _parse("dcp.reader"),
+           _parse(".megatron.fsdp"), TWICE, "weights"),
+    Format("PyTorch's distributed checkpoint", ".metadata", dcp.recognise, _parse(".dcp.reader"),
            TWICE, "weights"),
     Format("DTensors by torch.save", "*_world_size_N_rank_R.pt or ITEM_R.pt", has_rank_files,
-           _parse("dtensor_ranks.reader"), TWICE, "weights"),
+           _parse(".dtensor_ranks.reader"), TWICE, "weights"),
     Format("Megatron's legacy format", "mp_rank_*/model_optim_rng.pt", megatron.is_legacy,
-           _parse("megatron.legacy"), SPEC, "weights"),
+           _parse(".megatron.legacy"), SPEC, "weights"),
     _run("a run of Orbax, Flax, T5X or Paxml", "folders or files of steps", orbax_steps.find_run,
          "none"),
     Format("a folder of weights", "*.safetensors or pytorch_model.bin",
-           *_in("huggingface.folder"), WORDS, "none"),
-    Format("safetensors", "a file or an index", *_in("safetensors.reader"), WORDS, "none"),
-    Format("torch.save", "a file, or an index of several", *_in("torch_save.reader"), WORDS,
+           *_in(".huggingface.folder"), WORDS, "none"),
+    Format("safetensors", "a file or an index", *_in(".safetensors.reader"), WORDS, "none"),
+    Format("torch.save", "a file, or an index of several", *_in(".torch_save.reader"), WORDS,
            "none"),
-    Format("GGUF", "a file, or the first part of a split one", *_in("gguf.reader"), WORDS),
-    Format("Equinox", "*.eqx", *_in("equinox.reader"), frozenset()),
+    Format("GGUF", "a file, or the first part of a split one", *_in(".gguf.reader"), WORDS),
+    Format("Equinox", "*.eqx", *_in(".equinox.reader"), frozenset()),
     Format("Flax's msgpack", "a file, or T5X's folder with `checkpoint`",
-           *_in("flax_msgpack.reader"), WORDS),
+           *_in(".flax_msgpack.reader"), WORDS),
     Format("a step of Paxml, T5X or an old Orbax", "a number, with items",
            orbax_steps.is_unmarked_step, _open_step, SPEC, "none"),
     Format("a folder of zarr arrays, as Paxml's state", "*/.zarray", orbax.are_arrays,
-           _parse("orbax.array_folders"), WORDS),
+           _parse(".orbax.array_folders"), WORDS),
     _run("a run of transformers' Trainer or accelerate", "checkpoint-N, checkpoint_N",
          step_folders.find_trainer_run, "none"),
 )  # fmt: skip
