@@ -254,13 +254,16 @@ def _entries(
     buffers = {leaf.param: leaf.shape for leaf in checkpoint.leaves if leaf.state == "buffer"}
     for mapping in mappings:
         known = joined(checkpoint.config, given, mapping.config_keys)
+        is_for_it = mapping.about["model"] in known.get("architectures", ())
+        if not is_for_it and any(one.state == "unmet" for one in outcomes(mapping, known)):
+            continue
         named = {name: shape for name, shape in buffers.items() if takes_buffer(mapping, name)}
         try:
             bind(mapping, weights | named, {}, known)
             leads_on = mapping.about["target"] == _HUB_NAMES
             mapped = checkpoint.map(mapping, config=given or None) if leads_on else None
         except LayoutError as error:
-            if mapping.about["model"] in known.get("architectures", ()):
+            if is_for_it:
                 why = error.faults[0] if error.faults else str(error)
                 yield {**_entry(mapping), "fits": False, "why": why}
             continue

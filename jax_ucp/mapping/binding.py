@@ -261,11 +261,12 @@ def _unmet_faults(
     target = mapping.name.partition(".yaml")[0].rpartition("-to-")[2]
     for name in [name for name in shipped() if name.endswith(f"-to-{target}")]:
         other = LeafMapping.load(name)
-        for way in (other, other.inverse()) if other.requires else ():
+        if not other.requires or any(one.state != "met" for one in outcomes(other, config)):
+            continue
+        for way in (other, other.inverse()):
             with suppress(LayoutError):
-                if all(outcome.state == "met" for outcome in outcomes(way, config)):
-                    bind(way, shapes, {}, config)
-                    fitting.append(name)
+                bind(way, shapes, {}, config)
+                fitting.append(name)
     remedy = f"{', '.join(fitting)} fits this model; {vouch}" if fitting else vouch
     *faults, last = [f"requires {one}" for one in lacking]
     return [*faults, f"{last}; {remedy}"]

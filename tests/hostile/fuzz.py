@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import json
 import os
+import pkgutil
 import resource
 import shutil
 import signal
@@ -43,6 +44,7 @@ from cases import DATA, copied
 from commands import every_command, invoke
 from hostile import inputs
 from hostile.files import write_database
+from jax_ucp import formats
 from jax_ucp.arrays.checks import checks_of, verdicts
 from jax_ucp.codecs import unpickle as safe_pickle
 from jax_ucp.codecs.json_values import as_json
@@ -559,7 +561,9 @@ def prepared(work: Path) -> tuple[Targets, Guard]:
     for folder in targets.folders:  # what is imported when a format is first used is imported now
         read_folder(folder)
     every_command()
-    importlib.import_module("jax_ucp.formats.peft.merging")  # which a merge imports
+    # readers and decoders are imported when their format is met
+    for module in pkgutil.walk_packages(formats.__path__, f"{formats.__name__}."):
+        importlib.import_module(module.name)
     for folder in (*targets.ours, *targets.stock):
         shutil.rmtree(targets.target, ignore_errors=True)
         read_ours(folder, targets.target)
