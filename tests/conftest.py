@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,11 +120,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put each test in its lane, by the file that it is in; the slow lane comes first."""
+    """Put each test in its lane, by the file that it is in; the slow lane comes first, then files
+    by their number of tests: workers take whole files, and those at the end should be short.
+    """
+    tests = Counter(item.path for item in items)
     for item in items:
         if lane := lane_of(item.path):
             item.add_marker(getattr(pytest.mark, lane))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: (not item.get_closest_marker("slow"), -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:
