@@ -23,7 +23,7 @@ from jax_ucp.layout.samples import RUN_ELEMENTS, RUNS, sample_boxes
 # What a sum of some numbers in fp32, divided by how many they are, may differ from their mean, as a
 # part of it.
 _MEAN_ERROR = 1e-6
-_ROUNDED = 1 << 15  # elements
+_ROUNDED = 1 << 15  # elements that are rounded at once
 # Where fp16 with a scale ends, weights are no more than that.
 _NOTHING = 2.0**-30
 _CAUSE = "one of the files is damaged, or of another rank, step or run"

@@ -18,11 +18,11 @@ import numpy as np
 
 from jax_ucp.files.ranges import ByteRange
 
-try:  # which takes a tenth of the time of zlib's
+try:  # a tenth of zlib's time
     from isal import isal_zlib
 
     crc32 = isal_zlib.crc32
-except ImportError:  # where there is no wheel of it
+except ImportError:  # isal has no wheel for this machine
     crc32 = zlib.crc32
 
 POLYNOMIAL = 0xEDB88320

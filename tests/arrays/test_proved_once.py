@@ -17,6 +17,7 @@ from helpers import MemoryStore, boxes_in, cut_by, faults_of, grids, numbered
 from jax_ucp.arrays import proof
 from jax_ucp.arrays.checks import BoxWatcher, watchers, watching
 from jax_ucp.arrays.contents import Contents
+from jax_ucp.arrays.evaluate import expressions
 from jax_ucp.arrays.proved import Proofs, proved
 from jax_ucp.errors import CorruptData
 from jax_ucp.formats.assemble import ContentsBuilder
@@ -198,3 +199,19 @@ def test_threads_that_watch_the_same_array_see_what_they_read_and_end_without_an
     finally:
         sys.setswitchinterval(interval)
     assert not watchers(key)
+
+
+@pytest.mark.parametrize("at", [0, 32_767, 32_768, 69_999])
+def test_each_element_of_a_copy_is_compared_with_the_whole(at):
+    """They are rounded 32,768 at once."""
+    whole = np.arange(1, 70_001, dtype=np.float32) / 3
+    copy = whole.astype(BF16)
+
+    def fault() -> str | None:
+        arrays = expressions(MemoryStore({"w": whole, "copy": copy}))
+        duplicate = proof.Duplicate("w", arrays["w"], arrays["copy"], (), "copy")
+        return duplicate.fault_in([Box.whole(whole.shape)], whole)
+
+    assert fault() is None
+    copy[at] *= -1
+    assert f"[{at}]" in (fault() or "")

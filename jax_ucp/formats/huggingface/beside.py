@@ -1,5 +1,6 @@
-"""Files beside a checkpoint: weights, and what trainers of transformers, accelerate and peft
-save (`trainer.py`, `checkpointing.py`, `utils/fsdp_utils.py`), told by names alone.
+"""Notes on files beside a checkpoint: other weights, and the state of a trainer, known by name.
+
+Facts: `trainer.py` of transformers, `checkpointing.py` and `utils/fsdp_utils.py` of accelerate.
 """
 
 from __future__ import annotations

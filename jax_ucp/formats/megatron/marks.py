@@ -69,6 +69,9 @@ def _is_iteration(folder: FilePath) -> bool:
 
 
 def is_fsdp(path: FilePath) -> bool:
+    """Whether `.metadata` names Megatron's counter, or keys of torch_dist without its config; or
+    is no pickle, below a directory that has a tracker.
+    """
     if not path.is_dir():
         return False
     folder = checkpoint_folder(path)
