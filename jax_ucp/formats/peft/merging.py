@@ -110,23 +110,8 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         if name in params and weight.shape != params[name].shape
     }
     for tokens in resized.values():  # there is one size, for embedding and head
-        sized = dict(config_in(extras))
-        of_text = sized.get("text_config")
-        if "vocab_size" not in sized and isinstance(of_text, Mapping):
-            sized["text_config"] = {**of_text, "vocab_size": tokens}
-        elif sized:
-            sized["vocab_size"] = tokens
-        extras = _with_config(extras, sized) if sized else extras
-    # the leaves of the base, and those of new parameters, which come last
-    leaves = list(base.leaves)
-    for name, weight in made.items():
-        if name in resized:
-            leaves[leaves.index(params[name])] = replace(params[name], shape=weight.shape)
-        if name not in params:
-            path = Key("dict", "param"), Key("dict", name)
-            leaves.append(Leaf(path, "", "array", weight.shape, weight.dtype.name))
-    named = zip(leaves, leaf_names([leaf.path for leaf in leaves]), strict=True)
-    leaves = [replace(leaf, name=name) for leaf, name in named]
+        extras = _with_vocabulary(extras, tokens)
+    leaves = _leaves(base, params, made)
     of_params = [leaf for leaf in leaves if leaf.path[0].name == "param"]
     names = {str(leaf.path[1]): leaf.name for leaf in of_params}
     arrays = {
@@ -257,6 +242,33 @@ def _is_untied(config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]
 
 def _with_config(extras: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**extras, _CONFIG: {**extras[_CONFIG], "config": config}}
+
+
+def _with_vocabulary(extras: Mapping[str, Any], tokens: int) -> Mapping[str, Any]:
+    """Extras whose config, if there is one, has a vocabulary of so many tokens."""
+    config = dict(config_in(extras))
+    of_text = config.get("text_config")
+    if not config:
+        return extras
+    if "vocab_size" not in config and isinstance(of_text, Mapping):
+        return _with_config(extras, {**config, "text_config": {**of_text, "vocab_size": tokens}})
+    return _with_config(extras, {**config, "vocab_size": tokens})
+
+
+def _leaves(
+    base: Contents, params: Mapping[str, Leaf], made: Mapping[str, MergedWeight]
+) -> list[Leaf]:
+    """The leaves of the base in their order, of the shapes of merged weights, and then those of
+    new parameters.
+    """
+    shapes = {params[name].name: weight.shape for name, weight in made.items() if name in params}
+    leaves = [replace(leaf, shape=shapes.get(leaf.name, leaf.shape)) for leaf in base.leaves]
+    for name, weight in made.items():
+        if name not in params:
+            path = Key("dict", "param"), Key("dict", name)
+            leaves.append(Leaf(path, "", "array", weight.shape, weight.dtype.name))
+    named = zip(leaves, leaf_names([leaf.path for leaf in leaves]), strict=True)
+    return [replace(leaf, name=name) for leaf, name in named]
 
 
 def _merged_weight(
