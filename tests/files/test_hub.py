@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import jax_ucp as ucp
@@ -74,18 +73,6 @@ def test_a_hub_that_does_not_answer_is_one_error(at_hub, monkeypatch):
 def test_what_names_no_model_is_refused(url):
     with pytest.raises(UnsupportedPath):
         ucp.open(url)
-
-
-def test_the_hubs_cache_opens_like_a_folder(model, tmp_path):
-    blobs, snapshot = tmp_path / "m" / "blobs", tmp_path / "m" / "snapshots" / "0"
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    for number, path in enumerate(sorted(model.iterdir())):
-        path.rename(blobs / str(number))
-        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
-    opened = ucp.open(snapshot)
-    assert opened.format == "safetensors"
-    assert all(np.size(opened.read(label)) for label in opened)
 
 
 SHARD = "model-00002-of-00004.safetensors"

@@ -4,84 +4,53 @@ import pytest
 
 from jax_ucp.formats.peft.names import in_memory
 
-LLAVA = [
-    "language_model.model.layers.0.q.weight", "language_model.lm_head.weight",
-    "vision_tower.vision_model.layers.0.q.weight",
-]  # fmt: skip
-LLAVA += ["multi_modal_projector.linear_1.weight"]
-
-
-@pytest.mark.parametrize(
-    ("modules", "base", "model_type", "want"),
-    [
-        (["layers.0.q"], ["layers.0.q.weight"], "llava", ["layers.0.q.weight"]),
-        (
-            ["model.language_model.layers.0.q", "model.multi_modal_projector.linear_1"],
-            LLAVA,
-            "llava",
-            [
-                "model.language_model.layers.0.q.weight",
-                "lm_head.weight",
-                "model.vision_tower.vision_model.layers.0.q.weight",
-                "model.multi_modal_projector.linear_1.weight",
-            ],
-        ),
-        (
-            ["model.layers.0.block_sparse_moe.experts", "model.layers.0.block_sparse_moe.router"],
-            [
-                "model.layers.0.block_sparse_moe.input_linear.weight",
-                "model.layers.0.block_sparse_moe.output_linear.weight",
-                "model.layers.0.block_sparse_moe.router.layer.weight",
-            ],
-            "granitemoe",
-            [
-                "model.layers.0.block_sparse_moe.experts.gate_up_proj",
-                "model.layers.0.block_sparse_moe.experts.down_proj",
-                "model.layers.0.block_sparse_moe.router.weight",
-            ],
-        ),
-        # trained with transformers 5, and a base as it was released
-        (
-            ["model.language_model.layers.0.q", "model.vision_tower.layers.0.q"],
-            LLAVA,
-            "gemma3",
-            [
-                "model.language_model.layers.0.q.weight",
-                "lm_head.weight",
-                "model.vision_tower.layers.0.q.weight",
-                "model.multi_modal_projector.linear_1.weight",
-            ],
-        ),
-        # trained before transformers 4.52, or a base stored as it is in memory
-        (["language_model.model.layers.0.q"], LLAVA, "llava", LLAVA),
-        # rules are those of the type
-        (["model.language_model.layers.0.q"], LLAVA, "llama", LLAVA),
-        (
-            ["model.language_model.layers.0.q", "model.visual.q"],
-            ["model.layers.0.q.weight", "visual.q.weight", "lm_head.weight"],
-            "qwen2_vl",
-            ["model.language_model.layers.0.q.weight", "model.visual.q.weight", "lm_head.weight"],
-        ),
-        (["model.layers.0.q"], ["layers.0.q.weight"], "", ["model.layers.0.q.weight"]),
-        (
-            ["layers.0.q"],
-            ["model.layers.0.q.weight", "lm_head.weight"],
-            "",
-            ["layers.0.q.weight", "lm_head.weight"],
-        ),
-        # not all modules are found, or two names would be one
-        (["model.layers.0.q", "model.x"], ["layers.0.q.weight"], "", ["layers.0.q.weight"]),
-        (["q"], ["model.q.weight", "q.bias.weight", "model.q.bias.weight"], "", None),
-        # the module is in two towers
-        (["q"], ["a.q.weight", "b.q.weight"], "", ["a.q.weight", "b.q.weight"]),
-    ],
+LLAVA = (
+    "language_model.model.layers.0.q language_model.lm_head vision_tower.vision_model.layers.0.q"
 )
+LLAVA += " multi_modal_projector.linear_1"
+MOE = "model.layers.0.block_sparse_moe"
+
+
+@pytest.mark.parametrize(("modules", "base", "model_type", "want"), [
+    ("layers.0.q", "layers.0.q", "llava", "layers.0.q"),
+    ("model.language_model.layers.0.q model.multi_modal_projector.linear_1", LLAVA, "llava",
+     "model.language_model.layers.0.q lm_head model.vision_tower.vision_model.layers.0.q model.multi_modal_projector.linear_1"),
+    # trained with transformers 5, and a base as it was released
+    ("model.language_model.layers.0.q model.vision_tower.layers.0.q", LLAVA, "gemma3",
+     "model.language_model.layers.0.q lm_head model.vision_tower.layers.0.q model.multi_modal_projector.linear_1"),
+    # trained before transformers 4.52, or a base stored as it is in memory
+    ("language_model.model.layers.0.q", LLAVA, "llava", LLAVA),
+    # rules are those of the type
+    ("model.language_model.layers.0.q", LLAVA, "llama", LLAVA),
+    ("model.language_model.layers.0.q model.visual.q", "model.layers.0.q visual.q lm_head", "qwen2_vl",
+     "model.language_model.layers.0.q model.visual.q lm_head"),
+    ("model.layers.0.q", "layers.0.q", "", "model.layers.0.q"),
+    ("layers.0.q", "model.layers.0.q lm_head", "", "layers.0.q lm_head"),
+    # not all modules are found, or two names would be one
+    ("model.layers.0.q model.x", "layers.0.q", "", "layers.0.q"),
+    ("q", "model.q q.bias model.q.bias", "", "model.q q.bias model.q.bias"),
+    # the module is in two towers
+    ("q", "a.q b.q", "", "a.q b.q"),
+])  # fmt: skip
 def test_names_are_those_by_which_the_adapter_finds_its_modules(modules, base, model_type, want):
-    memory = in_memory(modules, dict.fromkeys(base, (2, 2)), model_type)
-    assert list(memory.names) == (want or base)
+    """Of weights: each name here is that of a module."""
+    base, want = ([f"{name}.weight" for name in names.split()] for names in (base, want))
+    memory = in_memory(modules.split(), dict.fromkeys(base, (2, 2)), model_type)
+    assert list(memory.names) == want
     assert list(memory.names.values()) == base
     assert not memory.packed
     assert not memory.apart
+
+
+def test_experts_that_granite_stores_in_modules_are_parameters_in_memory():
+    base = [f"{MOE}.{name}.weight" for name in ("input_linear", "output_linear", "router.layer")]
+    memory = in_memory(
+        [f"{MOE}.experts", f"{MOE}.router"], dict.fromkeys(base, (2, 2)), "granitemoe"
+    )
+    want = [
+        f"{MOE}.{name}" for name in ("experts.gate_up_proj", "experts.down_proj", "router.weight")
+    ]
+    assert memory.names == dict(zip(want, base, strict=True))
 
 
 EXPERTS = [f"model.layers.0.block_sparse_moe.experts.{i}" for i in range(2)]

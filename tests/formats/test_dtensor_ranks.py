@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ import jax_ucp as ucp
 import torch_writer
 from cases import DATA as CASES_DATA
 from cases import Case, assert_accounted_for
-from formats.huggingface.test_training_folders import next_losses
 from jax_ucp.codecs.tensor_names import DTensor, StoredTensor
 from jax_ucp.codecs.unpickle import Record
 from jax_ucp.errors import FormatError, NotACheckpoint
@@ -53,26 +51,6 @@ def test_inspect_and_notes_name_the_writer_and_extras_have_what_lies_beside():
     assert checkpoint.extras["data.pt"] == {"_snapshot": {"_num_yielded": 3}}
     state = checkpoint.extras["extra_state_world_size_2_rank_1.pt"]
     assert state["lr_scheduler"]["last_epoch"] == 1
-
-
-# The next losses.
-
-
-@pytest.mark.usefixtures("unoptimized")
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "rate"), [("verl_llama", 0.005), ("accelerate_llama", 0.005)])
-def test_training_that_torch_began_goes_on_with_the_losses_that_torch_gives(case, rate):
-    live = Case(f"dtensors/{case}")
-    tokens, want = live.measured()["tokens"], live.measured()["losses"]
-    checkpoint = live.open()
-    params = checkpoint.restore()["param"]
-    config = {"rms_norm_eps": 1e-6, "head_dim": 4, "num_hidden_layers": 1}
-    tx = optax.adamw(rate, weight_decay=0.01)
-    state = checkpoint.plan_optimizer(tx, params).restore()
-    losses = next_losses(params, state, tx, config, tokens)
-    assert np.abs(losses / want - 1).max() <= 1e-5
-    fresh = next_losses(params, tx.init(params), tx, config, tokens)
-    assert np.abs(fresh / want - 1).max() > 1e-4
 
 
 def test_one_file_alone_is_refused_with_the_folder_to_open():

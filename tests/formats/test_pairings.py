@@ -249,8 +249,7 @@ def test_zero_0_pairs_the_truth_or_nothing(tmp_path_factory, run):
     follow(lambda **said: ucp.open(folder, **said), run, run.groups)
 
 
-@pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(runs(kinds=("adam",)), st.booleans(), st.data())
 def test_zero_0_in_half_precision_pairs_by_bits_or_not_at_all(tmp_path_factory, run, fused, data):
     """Masters that are alike when rounded, as norms that hardly moved from one, tell nothing."""
@@ -288,6 +287,9 @@ def test_zero_0_in_half_precision_pairs_by_bits_or_not_at_all(tmp_path_factory, 
     assert apart == any("are kept under `other`" in note for note in checkpoint.notes)
     if spread == 1.0 and all(array.size > 3 for array in masters.values()):
         assert not apart
+    rates = {name: 0.5**g for g, group in enumerate(groups) for name in group}
+    found = {name: group.settings["lr"] for group in checkpoint.groups for name in group.params}
+    assert apart or found == rates
     assert_true(ucp.open(folder, optimizer_groups=groups), paired, whole=True)
     assert faults_of(ucp.open(folder, optimizer_groups=groups)) == []
     in_order = all(group == [name for name in run.model if name in group] for group in groups)
@@ -385,21 +387,6 @@ def test_a_tied_weight_is_one_parameter_under_two_names(tmp_path):
 # Real runs.
 
 
-TORCH = sorted(path.name for path in DATA.glob("torch_*"))
-
-
-@pytest.mark.parametrize("case", TORCH)
-def test_what_scripts_make_of_their_optimizers_is_never_paired_wrong(case):
-    truth, path = Case(f"pairings/{case}").truth(), DATA / case / "ckpt.pt"
-    groups = Case(f"pairings/{case}").options["optimizer_groups"]
-    checkpoint = ucp.open(path)
-    assert {leaf.label.partition("/")[0] for leaf in checkpoint.leaves} == {"param", "other"}
-    assert_true(checkpoint, truth)
-    said = ucp.open(path, optimizer_groups=groups)
-    assert_true(said, truth, whole=True)
-    assert len(said.groups) == sum(map(bool, groups))
-
-
 @pytest.mark.slow
 def test_the_order_of_the_module_is_right_where_it_is_true_and_refused_where_shapes_leave_several_ways():
     for case in ("torch_plain", "lt_plain"):
@@ -453,17 +440,6 @@ def test_an_average_beside_the_model_is_excluded_by_full_names():
         ucp.open(path, optimizer_groups=[[f"model.{name}" for name in reversed(names)]])
 
 
-def test_a_reversed_optimizer_of_zero_0_is_not_taken_for_one_in_order():
-    folder = DATA / "ds_z0_reversed_square" / "ckpt"
-    truth = Case("pairings/ds_z0_reversed_square").truth()
-    checkpoint = ucp.open(folder)
-    assert_true(checkpoint, truth)
-    assert {leaf.label.partition("/")[0] for leaf in checkpoint.leaves} == {"param", "other"}
-    said = ucp.open(folder, optimizer_groups=[[f"l.{i}.weight" for i in (3, 2, 1, 0)]])
-    assert_true(said, truth, whole=True)
-    assert len(said.groups) == 1
-
-
 def decay_lists(case: str) -> list[list[str]]:
     """The groups of a run of DeepSpeed: with weight decay, without, and experts' behind."""
     about = Case(f"deepspeed/{case}").about["parameters"]
@@ -474,14 +450,11 @@ def decay_lists(case: str) -> list[list[str]]:
     return [names for names in found if names]
 
 
-@pytest.mark.parametrize("case", ["z0_fp32_dp2", "moe_ep2_dp2_z0_fp32"])
-def test_lists_of_names_pair_what_deepspeed_numbers_experts_of_all_ranks_in_one_list(case):
-    checkpoint = ucp.open(DEEPSPEED / case, optimizer_groups=decay_lists(case))
-    assert_true(checkpoint, Case(f"deepspeed/{case}").truth(), whole=True)
+def test_lists_of_names_pair_what_deepspeed_numbers_experts_of_all_ranks_in_one_list():
+    case = Case("deepspeed/moe_ep2_dp2_z0_fp32")
+    checkpoint = ucp.open(case.path, optimizer_groups=decay_lists(case.name))
+    assert_true(checkpoint, case.truth(), whole=True)
     assert faults_of(checkpoint) == []
-    apart = ucp.open(DEEPSPEED / case)
-    assert_true(apart, Case(f"deepspeed/{case}").truth())
-    assert {leaf.label.partition("/")[0] for leaf in apart.leaves} == {"param", "other"}
 
 
 @pytest.mark.parametrize(("case", "change", "why"), [
@@ -516,13 +489,6 @@ def test_lists_for_a_buffer_of_masters_that_do_not_fit_say_where(tmp_path, lists
     with pytest.raises(FormatError, match=f"optimizer_groups does not fit: {why}"):
         ucp.open(folder, optimizer_groups=lists)
     assert same_bits(ucp.open(folder, optimizer_groups=[["a", "b"]]).read("param/b"), masters["b"])
-
-
-def test_zero_2_keeps_aside_what_a_rank_computes_of_its_own_partition():
-    checkpoint = ucp.open(DATA / "ds_z2_adafactor" / "ckpt")
-    assert_true(checkpoint, Case("pairings/ds_z2_adafactor").truth(), whole=True)
-    assert {item.status for item in checkpoint.inventory if item.where.endswith("RMS")} == {"extra"}
-    assert faults_of(checkpoint) == []
 
 
 def test_norms_that_are_all_ones_in_16_bits_are_not_told_by_the_order_of_the_module(tmp_path):

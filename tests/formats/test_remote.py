@@ -60,14 +60,6 @@ def test_opening_asks_as_often_whatever_the_arrays_hold(tmp_path):
     assert asked[0] == asked[1]
 
 
-def test_headers_of_many_files_are_read_at_once(tmp_path):
-    tree = {"param": {f"w{i}": np.ones((64, 64), np.float32) for i in range(24)}}
-    ucp.Checkpoint.of(tree).export(tmp_path / "m", "safetensors", max_shard_bytes=16 << 10)
-    with counted(latency=0.2) as files:
-        ucp.open(f"counted://{tmp_path}/m")
-    assert files.most >= 8
-
-
 MANY = 80  # files, or objects, of which none waits for another
 
 

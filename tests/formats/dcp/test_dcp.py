@@ -7,7 +7,7 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA as CASES_DATA
-from cases import Case, assert_accounted_for
+from cases import Case
 from jax_ucp.errors import FormatError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.marks import metadata_files
@@ -45,16 +45,6 @@ def test_objects_are_extras_with_their_values():
         "o.size": {"!tuple": [1, 2]},
     }
     assert kept == {**plain, **special}
-
-
-def test_weights_alone_leave_the_optimizer_aside_with_a_reason():
-    checkpoint = ucp.open(DATA / "fsdp2_dp2_amsgrad" / "ckpt", weights_only=True)
-    truth = Case("torch/fsdp2_dp2_amsgrad").truth()
-    assert set(checkpoint) == {label for label in truth if label.startswith("param/")}
-    skipped = [item for item in checkpoint.inventory if "only weights were asked" in item.reason]
-    states = {item.reason.partition(" of ")[0] for item in skipped}
-    assert states == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
-    assert_accounted_for(checkpoint)
 
 
 def test_a_slice_of_a_parameter_opens_only_the_items_that_hold_it(tmp_path):

@@ -1,87 +1,24 @@
 """DeepSpeed checkpoints of several model-parallel ranks, ZeRO-3, ZeRO-0 and experts."""
 
-import json
 import re
 import time
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 import yaml
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 import jax_ucp as ucp
 from cases import DATA as CASES
 from cases import Case, faults_of
-from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed.modules import layer_names
 from jax_ucp.formats.deepspeed.moe import global_name
 from jax_ucp.formats.deepspeed.tensor_parallel import TensorParallel, affine_layout
 from jax_ucp.layout.patterns import partitioned_layouts
-from torch_writer import rewrite, save
+from torch_writer import rewrite
 
 DATA, UNIVERSAL = CASES / "deepspeed", CASES / "deepspeed_universal"
-
-
-def test_weights_alone_need_no_names_of_optimizer_states(deepspeed_copy):
-    folder = deepspeed_copy("z0_fp32_dp2")
-    tree = ucp.open(folder, weights_only=True)
-    assert {leaf.label.partition("/")[0] for leaf in tree.leaves} == {"param"}
-    assert len(tree.leaves) == 31
-
-
-@given(st.data(), st.booleans())
-def test_masters_of_zero_0_in_half_precision_go_to_their_parameters(tmp_path_factory, data, fused):
-    shape = st.sampled_from([(3,), (2, 3), (1,), (5, 2)])
-    shapes = data.draw(st.lists(shape, min_size=1, max_size=6))
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    # of each parameter its group; None is frozen
-    owner = [data.draw(st.sampled_from([None, 0, 1])) for _ in shapes]
-    masters = {f"p{i}": rng.normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)}
-    moments = {n: rng.normal(size=array.shape).astype(np.float32) for n, array in masters.items()}
-    module = {name: array.astype(ml_dtypes.bfloat16) for name, array in masters.items()}
-    # Nothing tells equal weights apart: their states would be kept under `other`.
-    assume(len({array.tobytes() for array in module.values()}) == len(module))
-    members = [[name for name, at in zip(masters, owner, strict=True) if at == g] for g in (0, 1)]
-    members = [some for some in members if some]
-    states, groups, kept = {}, [], []
-    for g, some in enumerate(members):
-        if fused:
-            states[g] = {"step": 3, "exp_avg": np.concatenate([moments[n].ravel() for n in some])}
-            kept.append(np.concatenate([masters[n].ravel() for n in some]))
-            groups.append({"lr": 0.1 * g, "params": [g]})
-        else:
-            numbers = range(len(states), len(states) + len(some))
-            own = zip(numbers, some, strict=True)
-            states |= {number: {"step": 3, "exp_avg": moments[n]} for number, n in own}
-            kept.append([masters[n] for n in some])
-            groups.append({"lr": 0.1 * g, "params": [*numbers]})
-    inner = {"state": states, "param_groups": groups}
-    optimizer = {"optimizer_state_dict": inner, "clip_grad": 1.0}
-    optimizer["fp32_groups_flat" if fused else "fp32_groups"] = kept
-    folder = tmp_path_factory.mktemp("z0") / "global_step3"
-    folder.mkdir()
-    about = {
-        "ds_config": {}, "ds_version": "0.19.8", "dp_world_size": 1, "mp_world_size": 1, "buffer_names": [],
-    }  # fmt: skip
-    save({"module": module, "optimizer": optimizer, **about}, folder / "mp_rank_00_model_states.pt")
-    checkpoint = ucp.open(folder)
-    told = {name: group.settings["lr"] for group in checkpoint.groups for name in group.params}
-    assert told == {name: 0.1 * g for g, some in enumerate(members) for name in some}
-    for name in masters:
-        trained = name in told
-        assert same_bits(checkpoint.read(f"param/{name}"), (masters if trained else module)[name])
-        states = {"param", "exp_avg", "step"} if trained else {"param"}
-        assert set(checkpoint.params[name].states) == states
-        if trained:
-            assert same_bits(checkpoint.read(f"exp_avg/{name}"), moments[name])
-            assert checkpoint.read(f"step/{name}") == 3
-    assert faults_of(checkpoint) == []
-    assert all(item.reason != "not understood" for item in checkpoint.inventory)
-    assert "step" not in json.dumps(checkpoint.extras)
 
 
 INFO = {

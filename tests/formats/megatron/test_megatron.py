@@ -21,11 +21,3 @@ def test_without_a_vocabulary_the_padded_rows_stay_and_a_note_says_so(case):
         array = checkpoint.read(label)
         assert array.shape[0] == padded
         assert same_bits(array[:101], want[label])
-
-
-@pytest.mark.parametrize(
-    "case", ["dist_tp1_pp1_fp32", "old0153_tp2_zarr_fp32", "legacy_tp1_pp1_fp32"]
-)
-def test_the_save_directory_and_the_iteration_folder_are_the_same_checkpoint(case):
-    root = Case(f"megatron/{case}").path
-    assert ucp.open(root).path == ucp.open(root / "iter_0000003").path

@@ -194,11 +194,6 @@ def test_weights_inside_an_object_are_refused_by_its_class(case, tmp_path):
         ucp.open(path)
 
 
-def test_the_remedy_for_weights_inside_an_object_opens_them(tmp_path):
-    checkpoint = opened({"model": dict(MODULE.state["_parameters"]), "epoch": 3}, tmp_path)
-    assert all(same_bits(checkpoint.read(f"param/{name}"), x) for name, x in WEIGHTS.items())
-
-
 DECIDES = {
     "a dtype": (
         (
