@@ -350,6 +350,57 @@ def test_a_head_and_an_embedding_that_an_adapter_has_both_are_tied_no_more(tmp_p
     assert not exported.config["tie_word_embeddings"]
 
 
+def with_config(case: str, tmp_path: Path, **said: Any) -> Path:
+    """The base of a case, with other settings; None leaves one out."""
+    base = shutil.copytree(DATA / case / "base", tmp_path / "base")
+    changed_json(
+        base / "config.json",
+        lambda config: {k: v for k, v in {**config, **said}.items() if v is not None},
+    )
+    return base
+
+
+@pytest.mark.parametrize("case", ["tied_saved", "tied_head", "tied_both", "tokens_tied"])
+def test_a_config_that_leaves_out_that_it_ties_is_of_the_same_model(case, tmp_path):
+    """Those of Gemma and GPT-2 do, because it is the default."""
+    base = ucp.open(with_config(case, tmp_path, tie_word_embeddings=None, text_config={}))
+    got, want = base.merge(*adapters_of(case)), merged(case)
+    assert is_same(got, want)
+    is_apart = not want.config["tie_word_embeddings"]
+    apart = {"tie_word_embeddings": False} if is_apart else {}
+    assert got.config == {**base.config, **apart, "text_config": apart}
+
+
+def test_tables_of_which_an_adapter_has_the_same_tokens_are_not_of_another_number(tmp_path):
+    def second_row(arrays: dict[str, np.ndarray]) -> None:
+        (name,) = (name for name in arrays if "lm_head" in name)
+        arrays[name] = np.repeat(arrays[name], 2, axis=0)
+
+    tokens = {"embed_tokens": [0, 39], "lm_head": [2, 3]}
+    folder = changed("tokens_bfloat16", tmp_path, second_row, trainable_token_indices=tokens)
+    head = base_of("tokens_bfloat16").merge(folder).read("param/lm_head.weight")
+    np.testing.assert_array_equal(head[3], params(merged("tokens_bfloat16"))["lm_head.weight"][2])
+
+
+@pytest.mark.parametrize(
+    "said", [{"is_encoder_decoder": True}, {"architectures": ["ModernBertForMaskedLM"]}], ids=str
+)
+def test_a_table_that_is_tied_under_unknown_names_is_not_replaced(said, tmp_path):
+    base = ucp.open(with_config("tied_saved", tmp_path, **said))
+    with pytest.raises(
+        FormatError, match=r"embed_tokens.* is replaced by adapter, and what .*ties"
+    ):
+        base.merge(*adapters_of("tied_saved"))
+
+
+def test_an_embedding_is_not_changed_beside_a_head_to_which_the_config_ties_it(tmp_path):
+    base = ucp.open(with_config("tokens", tmp_path, tie_word_embeddings=True))
+    with pytest.raises(
+        FormatError, match=r"has lm_head\.weight beside model\.embed_tokens\.weight"
+    ):
+        base.merge(*adapters_of("tokens"))
+
+
 def test_a_square_weight_is_not_taken_for_a_linear_where_the_base_has_conv1d(tmp_path):
     """peft writes so for GPT-2's head, the last module that it saw: the flag is the head's."""
     folder = changed("conv1d", tmp_path, lambda arrays: None, fan_in_fan_out=False)

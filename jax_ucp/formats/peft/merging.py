@@ -24,13 +24,16 @@ from jax_ucp.formats.nested import config_in
 from jax_ucp.formats.packed_experts import PackedParameter
 from jax_ucp.formats.peft.config import CONFIG, LoraConfig
 from jax_ucp.formats.peft.names import Memory
-from jax_ucp.formats.peft.tensors import EMBEDDINGS, HEAD, WeightChange, changes
+from jax_ucp.formats.peft.tensors import EMBEDDINGS, HEAD, MERGED_BY_PEFT, WeightChange, changes
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import Part, Place, Shape, straight
 from jax_ucp.tree import Key, Leaf, leaf_names
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CONFIG = "config.json"
+# Of models for masked tokens the head has other names than `HEAD`.
+_MASKED, _OF_MASKED = ".embeddings.word_embeddings.weight", ("ForMaskedLM", "ForPreTraining")
+_HEADS = (HEAD, "embed_out.weight")
 _UNTIED = ["tie_word_embeddings is false from here on: the head is another than the embedding now"]
 
 
@@ -82,24 +85,31 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     shapes = {name: leaf.shape for name, leaf in params.items()}
     stored = expressions(base.arrays)
     config = config_in(base.extras)
-    tied = next((leaf for name, leaf in params.items() if name.endswith(EMBEDDINGS)), None)
-    if tied is not None and HEAD not in params and config.get("tie_word_embeddings"):
-        shapes[HEAD] = tied.shape  # which is not stored
+    embedding = _embedding(config, params)
+    if embedding and not any(name.endswith(_HEADS) for name in params):
+        shapes[HEAD] = params[embedding].shape  # which is not stored
     model_type = str(config.get("model_type"))
     read = [_Adapter.of(contents, shapes, model_type) for contents in adapters]
     changed: dict[str, list[_Step]] = defaultdict(list)  # of each weight, in the adapters' order
     for adapter in read:
         for change in adapter.changes:
             changed[change.weight].append((adapter, change))
+    _require_known_ties(config, changed)
+    if config.get("tie_word_embeddings") and HEAD in params and _is_in_one(embedding, changed):
+        raise FormatError(
+            f"{base.path} has {HEAD} beside {embedding}, to which its config ties it, and only this"
+            f" is changed: nothing tells whether it was one tensor in training; {MERGED_BY_PEFT}"
+        )
     extras = base.extras
-    if is_untied := _is_untied(config, changed):
-        extras = _with_config(extras, {**config, "tie_word_embeddings": False})
-        if HEAD not in params:
+    if _is_untied(embedding, changed):
+        extras = _untied(extras)
+        if HEAD in shapes and HEAD not in params:
             changed[HEAD] = changed.get(HEAD, [])
+    is_untied = extras is not base.extras
     repacked = _Repacked.of(read, changed)
     own, of_base = repacked.weights(params, stored)
-    if tied is not None and HEAD in shapes:
-        own.setdefault(HEAD, tied)
+    if HEAD in shapes and embedding:
+        own.setdefault(HEAD, params[embedding])
     made = {
         name: _merged_weight(name, own.get(name), of_base, steps) for name, steps in changed.items()
     }
@@ -229,19 +239,67 @@ def _parameters(base: Contents) -> dict[str, Leaf]:
     return params
 
 
-def _is_untied(config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]) -> bool:
-    """Whether a head that the base's config ties to the embedding differs from it after merging:
-    only one of them is changed, or each in another way.
+def _embedding(config: Mapping[str, Any], params: Mapping[str, Leaf]) -> str:
+    """The name of the embedding to which `HEAD` is tied where it is not stored, or empty: configs
+    leave out what is the default of their release, as those of Gemma and GPT-2 do.
     """
-    embedding = next((name for name in changed if name.endswith(EMBEDDINGS)), "")
+    if config.get("tie_word_embeddings") is False or config.get("is_encoder_decoder"):
+        return ""
+    names = (name for name in params if name.endswith(EMBEDDINGS) and not name.endswith(_MASKED))
+    return next(names, "")
+
+
+def _is_untied(embedding: str, changed: Mapping[str, Sequence[_Step]]) -> bool:
+    """Whether a head that is tied to the embedding differs from it after merging: only one of them
+    is changed, or each in another way.
+    """
     steps = changed.get(embedding, ())
     # what is added to an embedding, or takes the place of rows, is so in the head, the same tensor
-    is_replaced = bool(steps) and all(change.replaced and not change.rows for _, change in steps)
-    return bool(config.get("tie_word_embeddings")) and (HEAD in changed or is_replaced)
+    is_replaced = bool(steps) and all(_is_whole(change) for _, change in steps)
+    return bool(embedding) and (HEAD in changed or is_replaced)
+
+
+def _is_in_one(embedding: str, changed: Mapping[str, Sequence[_Step]]) -> bool:
+    """Whether an embedding is changed, but not replaced, and the head is not."""
+    return embedding in changed and HEAD not in changed and not _is_untied(embedding, changed)
+
+
+def _require_known_ties(config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]) -> None:
+    """Raise FormatError for a new table of tokens in a model that ties its tables, or its head,
+    under other names than those that are known here.
+    """
+    named = config.get("architectures")
+    kind = str(named[0]) if isinstance(named, list) and named else ""
+    if not (config.get("is_encoder_decoder") or kind.endswith(_OF_MASKED)):
+        return
+    is_apart = config.get("tie_word_embeddings") is False
+    for name, steps in changed.items():
+        shapes = [change.shapes[change.replaced] for _, change in steps if _is_whole(change)]
+        tables = [shape for shape in shapes if shape[:1] == (config.get("vocab_size"),)]
+        if len(tables) == len(steps) and len(tables[0]) == 2 and not (is_apart and name == HEAD):
+            raise FormatError(
+                f"{name} is replaced by {steps[0][0].name}, and what {kind or 'the model'} ties to"
+                f" it is not known here; {MERGED_BY_PEFT}"
+            )
+
+
+def _is_whole(change: WeightChange) -> bool:
+    return bool(change.replaced) and not change.rows
 
 
 def _with_config(extras: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**extras, _CONFIG: {**extras[_CONFIG], "config": config}}
+
+
+def _untied(extras: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Extras whose config, if there is one, ties no head to an embedding."""
+    config = config_in(extras)
+    if not config:
+        return extras
+    of_text = config.get("text_config")
+    apart = {"tie_word_embeddings": False}
+    nested = {"text_config": {**of_text, **apart}} if isinstance(of_text, Mapping) else {}
+    return _with_config(extras, {**config, **nested, **apart})
 
 
 def _with_vocabulary(extras: Mapping[str, Any], tokens: int) -> Mapping[str, Any]:

@@ -37,7 +37,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 # model's experts so.
 _INPUTS_FIRST = ("aria", "gpt_oss", "openai_privacy_filter")
 _BY_MODEL, _AS_MODEL = (0, 19), (0, 19, 1)  # the first of these releases
-_MERGED_BY_PEFT = (
+MERGED_BY_PEFT = (
     "merge the adapter into its base with peft (merge_and_unload), resized as in training, and open"
     " what the merged model's save_pretrained writes"
 )
@@ -95,7 +95,12 @@ def changes(
     new = {module for module in whole if module.endswith(tuple(config.modules_to_save))}
     memory = in_memory(known | whole - new, stored, model_type, new)
     base = memory.shapes(stored)
-    base |= _resized({name: tensors[tensor] for name, tensor in replacements.items()}, base)
+    whole_tensors = {
+        name: tensors[tensor]
+        for name, tensor in replacements.items()
+        if not tensor.endswith(_TOKENS)
+    }
+    base |= _resized(whole_tensors, base)
     all_changes: list[WeightChange] = []
 
     def attempt(make: Callable[[], Sequence[WeightChange]]) -> None:
@@ -163,7 +168,7 @@ def _by_role(
                 why = (
                     "is what peft writes of a module to save whose vocabulary was resized, beside"
                     " its new value (save_embedding_layers), and is not read here:"
-                    f" {_MERGED_BY_PEFT}"
+                    f" {MERGED_BY_PEFT}"
                 )
             faults.append(f"{tensor} {why}")
         elif match:
@@ -181,11 +186,11 @@ def _fit(ways: int, names: str) -> str:
         case 1:
             return (
                 f"{names}, which are square: nothing stored tells whether rows are inputs or"
-                f" outputs; {_MERGED_BY_PEFT}"
+                f" outputs; {MERGED_BY_PEFT}"
             )
     return (
         f"the parameters {names} in {ways} orders, by their shapes, and nothing stored tells which"
-        f" is for which; {_MERGED_BY_PEFT}"
+        f" is for which; {MERGED_BY_PEFT}"
     )
 
 
@@ -253,7 +258,7 @@ class _AdapterReader:
                 raise FormatError(
                     f"{first} is of all experts of {module} together, and the base has them one by"
                     f" one: how transformers packs those of {self.model_type} is not known here;"
-                    f" {_MERGED_BY_PEFT}"
+                    f" {MERGED_BY_PEFT}"
                 )
             self._shape(f"{module}.weight", {"": first})
         fitting = [
@@ -391,5 +396,5 @@ class _AdapterReader:
         if self.tensors[tensor] != shape:
             raise FormatError(
                 f"{tensor} has shape {list(self.tensors[tensor])}, {weight} of the base"
-                f" {list(shape)}; if tokens were added, {_MERGED_BY_PEFT}"
+                f" {list(shape)}; if tokens were added, {MERGED_BY_PEFT}"
             )
