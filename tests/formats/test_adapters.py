@@ -393,6 +393,18 @@ def test_a_table_that_is_tied_under_unknown_names_is_not_replaced(said, tmp_path
         base.merge(*adapters_of("tied_saved"))
 
 
+def test_a_table_whose_head_is_not_known_is_not_replaced(tmp_path):
+    """Mamba's `lm_head` is tied to `backbone.embeddings`."""
+    (tmp_path / "base").mkdir()
+    name = "backbone.embeddings.weight"
+    write_safetensors(tmp_path / "base" / "model.safetensors", {name: ROWS})
+    config = {"architectures": ["MambaForCausalLM"], "vocab_size": 40}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    adapter = write_adapter(tmp_path, {f"base_model.model.{name}": ROWS})
+    with pytest.raises(FormatError, match="what MambaForCausalLM ties to it is not known"):
+        ucp.open(tmp_path / "base").merge(adapter)
+
+
 def test_an_embedding_is_not_changed_beside_a_head_to_which_the_config_ties_it(tmp_path):
     base = ucp.open(with_config("tokens", tmp_path, tie_word_embeddings=True))
     with pytest.raises(

@@ -31,8 +31,9 @@ from jax_ucp.tree import Key, Leaf, leaf_names
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _CONFIG = "config.json"
-# Of models for masked tokens the head has other names than `HEAD`.
+# Of models for masked tokens the head has other names than `HEAD`, as they say in these places.
 _MASKED, _OF_MASKED = ".embeddings.word_embeddings.weight", ("ForMaskedLM", "ForPreTraining")
+_OF_NEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _HEADS = (HEAD, "embed_out.weight")
 _UNTIED = ["tie_word_embeddings is false from here on: the head is another than the embedding now"]
 
@@ -86,7 +87,8 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     stored = expressions(base.arrays)
     config = config_in(base.extras)
     embedding = _embedding(config, params)
-    if embedding and not any(name.endswith(_HEADS) for name in params):
+    has_head = any(name.endswith(_HEADS) for name in params)
+    if embedding and not has_head:
         shapes[HEAD] = params[embedding].shape  # which is not stored
     model_type = str(config.get("model_type"))
     read = [_Adapter.of(contents, shapes, model_type) for contents in adapters]
@@ -94,7 +96,7 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
     for adapter in read:
         for change in adapter.changes:
             changed[change.weight].append((adapter, change))
-    _require_known_ties(config, changed)
+    _require_known_ties(config, changed, bool(embedding) or has_head)
     if config.get("tie_word_embeddings") and HEAD in params and _is_in_one(embedding, changed):
         raise FormatError(
             f"{base.path} has {HEAD} beside {embedding}, to which its config ties it, and only this"
@@ -264,15 +266,18 @@ def _is_in_one(embedding: str, changed: Mapping[str, Sequence[_Step]]) -> bool:
     return embedding in changed and HEAD not in changed and not _is_untied(embedding, changed)
 
 
-def _require_known_ties(config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]]) -> None:
+def _require_known_ties(
+    config: Mapping[str, Any], changed: Mapping[str, Sequence[_Step]], has_known_head: bool
+) -> None:
     """Raise FormatError for a new table of tokens in a model that ties its tables, or its head,
     under other names than those that are known here.
     """
     named = config.get("architectures")
     kind = str(named[0]) if isinstance(named, list) and named else ""
-    if not (config.get("is_encoder_decoder") or kind.endswith(_OF_MASKED)):
-        return
     is_apart = config.get("tie_word_embeddings") is False
+    is_unknown = kind.endswith(_OF_NEXT) and not (is_apart or has_known_head)
+    if not (is_unknown or config.get("is_encoder_decoder") or kind.endswith(_OF_MASKED)):
+        return
     for name, steps in changed.items():
         shapes = [change.shapes[change.replaced] for _, change in steps if _is_whole(change)]
         tables = [shape for shape in shapes if shape[:1] == (config.get("vocab_size"),)]
