@@ -1,6 +1,6 @@
 """Small checkpoints that DeepSpeed writes, with the state of the processes that trained them.
 
-    python tests/generators/deepspeed.py OUT [--only CASE ...] [--list]
+    python tests/generators/deepspeed.py OUT [--only PART ...]
 
 Needs torch, deepspeed, and for some cases bitsandbytes or transformers; g++ and ninja compile what
 DeepSpeed's CPU optimizers need, once. Writes for each case OUT/<case>/ckpt, truth.npz with keys
@@ -16,23 +16,19 @@ under "replaced".
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import faulthandler
 import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import traceback
 import types
 from pathlib import Path
 
 import numpy as np
 import ranks
+import writing
 
 sys.path.remove(str(Path(__file__).parent))  # this file is called like the package
 
@@ -54,101 +50,63 @@ def by_config(kind: str, **params) -> dict:
     return {"kind": "config", "type": kind, "params": {"lr": 0.01, **params}}
 
 
-MUON = by_config("Muon")
+MUON = {"optimizer": by_config("Muon"), "model": "muon"}
 CPU = {"offload_optimizer": {"device": "cpu"}}
+NVME = {"device": "nvme", "nvme_path": "NVME"}
 FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
+STAGES = ((0, 1), (1, 2), (2, 3), (3, 2))  # and how many ranks
 
-for stage in (0, 1, 2, 3):
+# fmt: off
+for stage, world in STAGES:
+    zero = {"reduce_scatter": False} if stage == 3 else {}
     for dtype in ("bf16", "fp32"):
-        for world in (1, 2, 3) if stage else (1,):
-            zero = {"reduce_scatter": False} if stage == 3 else {}
-            case(
-                f"muon_z{stage}_{dtype}_dp{world}",
-                stage=stage, dtype=dtype, world=world, optimizer=MUON, model="muon", zero=zero,
-            )  # fmt: skip
+        case(f"muon_z{stage}_{dtype}_dp{world}", stage=stage, dtype=dtype, world=world, zero=zero, **MUON)
 for stage in (1, 2):
-    case(f"muon_z{stage}_offload_dp2", stage=stage, optimizer=MUON, model="muon", zero=CPU)
-    case(
-        f"muon_z{stage}_aligned_dp3",
-        stage=stage, world=3, optimizer=MUON, model="muon", zero={"parameter_alignment": True},
-    )  # fmt: skip
-    case(
-        f"muon_z{stage}_noscatter_dp4",
-        stage=stage, world=4, optimizer=MUON, model="muon", zero={"reduce_scatter": False},
-    )  # fmt: skip
-case("muon_z3_subgroups_dp2", stage=3, optimizer=MUON, model="muon",
-     zero={"reduce_scatter": False, "sub_group_size": 100})  # fmt: skip
-case("muon_z2_odd_dp4", stage=2, world=4, optimizer=MUON, model="muon_odd")
-
-for opt in ("AdamW8bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit"):
-    for stage, world in ((0, 1), (1, 2), (2, 3), (3, 2)):
-        case(
-            f"bnb_{opt.lower()}_z{stage}_dp{world}",
-            stage=stage, world=world, dtype="fp32" if stage == 0 else "bf16",
-            optimizer={"kind": "bnb", "class": opt}, ds={"zero_allow_untested_optimizer": True},
-        )  # fmt: skip
-case("bnb_adamw8bit_wide_z2_dp2", stage=2, model="wide", ds={"zero_allow_untested_optimizer": True},
-     optimizer={"kind": "bnb", "class": "AdamW8bit", "min": 4096})  # fmt: skip
-case("bnb_adamw8bit_wide_z3_dp2", stage=3, model="wide", ds={"zero_allow_untested_optimizer": True},
-     optimizer={"kind": "bnb", "class": "AdamW8bit", "min": 4096})  # fmt: skip
-
-for stage, world in ((0, 1), (1, 2), (2, 3), (3, 2)):
-    for scaled in (False, True):
-        case(
-            f"adafactor_z{stage}_dp{world}{'_beta1' if scaled else ''}",
-            stage=stage, world=world, dtype="fp32" if stage != 3 else "bf16",
-            optimizer={"kind": "adafactor", "beta1": 0.9 if scaled else None},
-            ds={"zero_allow_untested_optimizer": True},
-        )  # fmt: skip
+    case(f"muon_z{stage}_offload_dp2", stage=stage, zero=CPU, **MUON)
+    case(f"muon_z{stage}_aligned_dp3", stage=stage, world=3, zero={"parameter_alignment": True}, **MUON)
+    case(f"muon_z{stage}_noscatter_dp4", stage=stage, world=4, zero={"reduce_scatter": False}, **MUON)
+case("muon_z3_subgroups_dp2", stage=3, zero={"reduce_scatter": False, "sub_group_size": 100}, **MUON)
+case("muon_z2_odd_dp4", stage=2, world=4, **{**MUON, "model": "muon_odd"})
+for stage, world in STAGES:
+    dtype = "bf16" if stage else "fp32"
+    for opt in ("AdamW8bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit"):
+        case(f"bnb_{opt.lower()}_z{stage}_dp{world}", stage=stage, world=world, dtype=dtype, optimizer={"kind": "bnb", "class": opt})
+    for end, beta1 in (("", None), ("_beta1", 0.9)):
+        case(f"adafactor_z{stage}_dp{world}{end}", stage=stage, world=world, dtype="bf16" if stage == 3 else "fp32",
+             optimizer={"kind": "adafactor", "beta1": beta1})
+for stage in (2, 3):
+    case(f"bnb_adamw8bit_wide_z{stage}_dp2", stage=stage, model="wide", optimizer={"kind": "bnb", "class": "AdamW8bit", "min": 4096})
 for stage in (1, 2, 3):
     case(f"lion_z{stage}_offload", stage=stage, optimizer=by_config("Lion"), zero=CPU)
-    case(f"cpuadam_z{stage}_offload_dp3", stage=stage, world=3, zero=CPU, dtype="fp32",
-         optimizer=by_config("AdamW"))  # fmt: skip
-    case(f"superoffload_z{stage}", stage=stage, optimizer=by_config("AdamW"),
-         zero={"offload_optimizer": {"device": "cpu", "super_offload": True}}) if stage == 3 else None  # fmt: skip
-    case(
-        f"sgd_z{stage}",
-        stage=stage,
-        optimizer={"kind": "torch", "class": "SGD"},
-        ds={"zero_allow_untested_optimizer": True},
-    )
-for overlap in (False, True):
-    for stage in (1, 2, 3):
-        case(
-            f"zenflow_z{stage}{'_overlap' if overlap else ''}", stage=stage,
-            steps=3, optimizer=by_config("AdamW"), replaced=["ZenFlow's optimizer process"],
-            zero={**CPU, "overlap_comm": True,
-                  "zenflow": {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 2,
-                              "update_interval": 2, "full_warm_up_rounds": 1,
-                              "overlap_step": overlap}},
-        )  # fmt: skip
-for kind in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
-    for dtype in ("fp32", "fp16"):
-        params = {"freeze_step": 2} if kind != "ZeroOneAdam" else {"var_freeze_step": 2}
-        case(f"{kind.lower()}_{dtype}", stage=0, dtype=dtype,
-             replaced=["the compressed all-reduce"],
-             optimizer=by_config(kind, **params, cuda_aware=False, comm_backend_name="nccl"))  # fmt: skip
-for shard, world in ((1, 2), (2, 4), (2, 2)):
-    case(f"mics_shard{shard}_dp{world}", stage=3, world=world, init=True, model="even",
-         zero={"mics_shard_size": shard})  # fmt: skip
-for extra in ({"zero_hpz_partition_size": 2}, {"zero_hpz_partition_size": 1}):
-    size = extra["zero_hpz_partition_size"]
-    case(f"zeropp_hpz{size}_dp4", stage=3, world=4, init=True, model="even", zero=extra)
-case("frozen_z3_dp3", stage=3, world=3, model="frozen")
-case("frozen_z1_dp2", stage=1, model="frozen")
-case("nvme_z3_dp2", stage=3, optimizer=by_config("AdamW"), model="wide", replaced=["aio_handle"],
-     zero={"offload_optimizer": {"device": "nvme", "nvme_path": "NVME", "pin_memory": False},
-           "sub_group_size": 6000})  # fmt: skip
-case("nvme_z3_small_dp2", stage=3, optimizer=by_config("AdamW"), replaced=["aio_handle"],
-     zero={"offload_optimizer": {"device": "nvme", "nvme_path": "NVME"}})  # fmt: skip
-for stage, world, after in ((1, 2, 3), (2, 3, 2), (3, 2, 3), (1, 4, 1)):
-    case(f"resaved_z{stage}_dp{world}_to_dp{after}", stage=stage, world=world, resume=after)
-    case(f"resaved_z{stage}_bf16opt_dp{world}_to_dp{after}", stage=stage, world=world, resume=after,
-         ds=FP32_GRADS) if stage == 1 else None  # fmt: skip
-for stage in (1, 2, 3):
+    case(f"cpuadam_z{stage}_offload_dp3", stage=stage, world=3, zero=CPU, dtype="fp32", optimizer=by_config("AdamW"))
+    case(f"sgd_z{stage}", stage=stage, optimizer={"kind": "torch", "class": "SGD"})
     for dtype in ("bf16", "fp16", "fp32"):
         case(f"adamw_z{stage}_{dtype}_dp3", stage=stage, dtype=dtype, world=3, model="odd")
-case("adamw_z1_bf16opt_dp3", stage=1, world=3, model="odd", ds=FP32_GRADS)
+    for end, overlap in (("", False), ("_overlap", True)):
+        zenflow = {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 2, "update_interval": 2,
+                   "full_warm_up_rounds": 1, "overlap_step": overlap}
+        case(f"zenflow_z{stage}{end}", stage=stage, optimizer=by_config("AdamW"), replaced=["ZenFlow's optimizer process"],
+             zero={**CPU, "overlap_comm": True, "zenflow": zenflow})
+case("adamw_z1_bf16opt_dp3", world=3, model="odd", ds=FP32_GRADS)
+case("superoffload_z3", stage=3, optimizer=by_config("AdamW"), zero={"offload_optimizer": {"device": "cpu", "super_offload": True}})
+for kind, steps in (("OneBitAdam", "freeze_step"), ("ZeroOneAdam", "var_freeze_step"), ("OneBitLamb", "freeze_step")):
+    compressed = by_config(kind, **{steps: 2}, cuda_aware=False, comm_backend_name="nccl")
+    for dtype in ("fp32", "fp16"):
+        case(f"{kind.lower()}_{dtype}", stage=0, dtype=dtype, replaced=["the compressed all-reduce"], optimizer=compressed)
+for shard, world in ((1, 2), (2, 4), (2, 2)):
+    case(f"mics_shard{shard}_dp{world}", stage=3, world=world, init=True, model="even", zero={"mics_shard_size": shard})
+for size in (1, 2):
+    case(f"zeropp_hpz{size}_dp4", stage=3, world=4, init=True, model="even", zero={"zero_hpz_partition_size": size})
+case("frozen_z3_dp3", stage=3, world=3, model="frozen")
+case("frozen_z1_dp2", model="frozen")
+case("nvme_z3_dp2", stage=3, optimizer=by_config("AdamW"), model="wide", replaced=["aio_handle"],
+     zero={"offload_optimizer": {**NVME, "pin_memory": False}, "sub_group_size": 6000})
+case("nvme_z3_small_dp2", stage=3, optimizer=by_config("AdamW"), replaced=["aio_handle"], zero={"offload_optimizer": NVME})
+for stage, world, after in ((1, 2, 3), (2, 3, 2), (3, 2, 3), (1, 4, 1)):
+    case(f"resaved_z{stage}_dp{world}_to_dp{after}", stage=stage, world=world, resume=after)
+for world, after in ((2, 3), (4, 1)):
+    case(f"resaved_z1_bf16opt_dp{world}_to_dp{after}", world=world, resume=after, ds=FP32_GRADS)
+# fmt: on
 
 
 # ---- the training processes ------------------------------------------------------------------
@@ -393,11 +351,8 @@ def train(engine, width: int, spec: dict, steps: int, seed: int) -> None:
 # ---- truth -----------------------------------------------------------------------------------
 
 
-def as_numpy(tensor) -> np.ndarray:
-    import torch
-
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+def elements_of(tensor) -> np.ndarray:
+    return writing.bits(tensor)[0]
 
 
 def live_state(engine, spec: dict) -> dict[str, object]:
@@ -417,7 +372,7 @@ def whole_state(engine, names) -> dict[str, object]:
 
         def of_parameter(value, master=master, at=at, p=p):
             part = value.reshape(-1)[at : at + p.numel()] if at is not None else value
-            return as_numpy(part.reshape(p.shape)) if value.shape == master.shape else None
+            return elements_of(part.reshape(p.shape)) if value.shape == master.shape else None
 
         result[f"param/{name}"] = of_parameter(master)
         states = base.state.get(master, {})
@@ -426,7 +381,7 @@ def whole_state(engine, names) -> dict[str, object]:
                 result[f"{state}/{name}"] = np.asarray(float(value))
             elif of_parameter(value) is not None or at is None:
                 whole = of_parameter(value)
-                result[f"{state}/{name}"] = as_numpy(value) if whole is None else whole
+                result[f"{state}/{name}"] = elements_of(value) if whole is None else whole
     return result
 
 
@@ -472,7 +427,7 @@ def partitions(engine, names, stage: int) -> dict[str, object]:
                 if not hasattr(value, "shape") or value.shape == ():
                     result[key] = np.asarray(float(value))
                 elif value.numel() == master.numel():
-                    result[key] = (start, as_numpy(value.reshape(-1)[at : at + count]))
+                    result[key] = (start, elements_of(value.reshape(-1)[at : at + count]))
         if getattr(group[0], "use_muon", False):  # both kinds of parameters step at once
             counts = {float(one["step"]) for one in base_of(opt).state.values() if "step" in one}
             result |= {f"step/{names[p]}": np.asarray(count) for p in group for count in counts}
@@ -480,7 +435,7 @@ def partitions(engine, names, stage: int) -> dict[str, object]:
         if stage != 3 and momentum is not None and momentum.numel() != master.numel():
             at = 0
             for p in opt.params_in_partition[index]:
-                part = as_numpy(momentum[at : at + p.numel()])
+                part = elements_of(momentum[at : at + p.numel()])
                 result[f"momentum_buffer/{names[p]}"] = (0, part)
                 at += p.numel()
     for p, name in names.items():
@@ -488,7 +443,7 @@ def partitions(engine, names, stage: int) -> dict[str, object]:
             value = p.ds_tensor if hasattr(p, "ds_tensor") else p
             shape = p.ds_shape if hasattr(p, "ds_shape") else p.shape
             numel, rank = math.prod(shape), torch.distributed.get_rank()
-            part = as_numpy(value.reshape(-1))
+            part = elements_of(value.reshape(-1))
             start = rank * part.size if hasattr(p, "ds_tensor") else 0
             result[f"param/{name}"] = (start, part[: max(0, numel - start)])
     return result
@@ -599,6 +554,9 @@ def work(spec: dict, out: Path) -> None:
     import deepspeed
     import torch
 
+    log = os.open(out / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     resumed = (out / "universal").exists()
     engine, width = start(spec, out, universal=resumed)
     if resumed:
@@ -615,7 +573,6 @@ def work(spec: dict, out: Path) -> None:
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in own}
         truth = join(gathered if spec["stage"] else gathered[:1], shapes)
         truth = {f"io/{key}" if key[:11] == "dequantized" else key: truth[key] for key in truth}
-        np.savez(out / "truth.npz", **truth)
         classes = [type(engine.optimizer).__name__]
         classes.append(type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__)
         about = {
@@ -627,7 +584,7 @@ def work(spec: dict, out: Path) -> None:
             "spec": spec,
             "numbers": "by value",
         }
-        (out / "case.json").write_text(json.dumps(about, indent=1))
+        writing.write_case(out, truth, about)
     torch.distributed.barrier()
 
 
@@ -638,103 +595,44 @@ TIME_LIMIT = 600  # seconds; the first use of an optimizer compiles it
 
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "8", "NDEV_PER_NODE": "2",
-    "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "PYTHONWARNINGS": "ignore",
-    "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 
 
-def launch(spec: dict, out: Path, world: int) -> bool:
-    """Train in a process for each rank, forked after the imports, which take longer."""
-    port, workers = str(ranks.free_port()), []
-    for rank in range(world):
-        worker = os.fork()
-        if not worker:
-            run_rank(spec, out, {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port,
-                                 "WORLD_SIZE": str(world)})  # fmt: skip
-        workers.append(worker)
-    return wait_for(workers, time.monotonic() + TIME_LIMIT)
+def make(name: str, out: Path) -> None:
+    spec = CASES[name]
+    ranks.forked(spec["world"], TIME_LIMIT, work, spec, out)
+    if spec["resume"]:
+        resave(spec, out)
+    for leftover in ("log", "universal", "zero_stage_3"):
+        path = out / leftover
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    for script in (out / "ckpt").glob("zero_to_*.py"):
+        script.unlink()
 
 
-def run_rank(spec: dict, out: Path, places: dict[str, str]) -> None:
-    log = os.open(out / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(places)
-    faulthandler.dump_traceback_later(TIME_LIMIT - 10)
-    code = 1
-    try:
-        work(spec, out)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def wait_for(workers: list[int], until: float) -> bool:
-    """Whether all end well; after one that does not, or too long, the rest are ended."""
-    left, well = set(workers), True
-    while left:
-        time.sleep(0.1)
-        for worker in list(left):
-            ended, status = os.waitpid(worker, os.WNOHANG)
-            if ended:
-                left.discard(worker)
-                well &= status == 0
-        if not well or time.monotonic() > until:
-            for worker in left:
-                os.kill(worker, signal.SIGKILL)
-                os.waitpid(worker, 0)
-            return False
-    return well
-
-
-def make(name: str, spec: dict, root: Path) -> bool:
-    out = root / name
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    done = launch(spec, out, spec["world"])
-    if done and spec["resume"]:
-        done = resave(spec, out)
-    if done:
-        for leftover in ("log", "universal", "zero_stage_3"):
-            path = out / leftover
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for script in (out / "ckpt").glob("zero_to_*.py"):
-            script.unlink()
-    return done
-
-
-def resave(spec: dict, out: Path) -> bool:
+def resave(spec: dict, out: Path) -> None:
     """Convert to a universal folder, resume from it on other ranks, train and save again."""
     tag = (out / "ckpt" / "latest").read_text().strip()
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
                str(out / "ckpt" / tag), "--output_folder", str(out / "universal" / tag),
                "--inject_missing_state"]  # fmt: skip
     with (out / "log").open("a") as log:
-        if subprocess.run(command, stdout=log, stderr=log).returncode:
-            return False
+        subprocess.run(command, stdout=log, stderr=log, check=True)
     shutil.rmtree(out / "ckpt")
-    return launch(spec, out, spec["resume"])
+    ranks.forked(spec["resume"], TIME_LIMIT, work, spec, out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", nargs="*")
-    parser.add_argument("--list", action="store_true")
-    given = parser.parse_args()
-    chosen = given.only or list(CASES)
-    if given.list:
-        print("\n".join(chosen))
-        return
+def main() -> int:
+    given = writing.arguments(__doc__).parse_args()
     os.environ.update(ENVIRONMENT)
     import deepspeed  # noqa: F401
     import torch  # noqa: F401
 
-    failed = [name for name in chosen if not make(name, CASES[name], given.out.resolve())]
-    print(f"{len(chosen) - len(failed)} cases written" + (f", failed: {failed}" if failed else ""))
+    failed = writing.write_each(writing.chosen(CASES, given.only), given.out, make)
+    return len(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

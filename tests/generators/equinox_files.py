@@ -1,18 +1,18 @@
 """Files that Equinox writes, with the leaves that it wrote.
 
-`PYTHONPATH=. python tests/generators/equinox_files.py OUT`, by a Python that has equinox and jax. Each case is
+`PYTHONPATH=. python tests/generators/equinox_files.py OUT [--only PART ...]`, by a Python that has equinox and jax. Each case is
 `OUT/<case>/ckpt/model.eqx`, `truth.npz` (leaves by number) and `case.json`. Run with equinox 0.13.8, jax 0.10.2.
 """
 
 import json
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import writing
 
 ABOUT = {
     "mlp": "an MLP behind a line of JSON with its sizes, as Equinox's example writes it",
@@ -44,32 +44,23 @@ def training():
     return None, (model, moments, jnp.int32(7), 0.001, more)
 
 
-def main(out: Path) -> None:
-    for name, make in (("mlp", mlp), ("training", training)):
-        line, tree = make()
-        folder = out / name
-        (folder / "ckpt").mkdir(parents=True)
-        with (folder / "ckpt" / "model.eqx").open("wb") as file:
-            if line:
-                file.write((json.dumps(line) + "\n").encode())
-            eqx.tree_serialise_leaves(file, tree)
-        leaves = [np.asarray(x) for x in jax.tree.leaves(tree) if eqx.is_array_like(x)]
-        bits = [x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for x in leaves]
-        np.savez(folder / "truth.npz", **{str(i): x for i, x in enumerate(bits)})
-        about = {
-            "about": ABOUT[name],
-            "writer": {
-                "equinox": version("equinox"),
-                "jax": jax.__version__,
-                "numpy": np.__version__,
-            },
-            "options": {},
-            "at": "ckpt/model.eqx",
-            "dtypes": {str(i): x.dtype.name for i, x in enumerate(leaves)},
-            "others": {},
-        }
-        (folder / "case.json").write_text(json.dumps(about, indent=1) + "\n")
+def write(name: str, folder: Path) -> None:
+    line, tree = CASES[name]()
+    (folder / "ckpt").mkdir()
+    with (folder / "ckpt" / "model.eqx").open("wb") as file:
+        if line:
+            file.write((json.dumps(line) + "\n").encode())
+        eqx.tree_serialise_leaves(file, tree)
+    leaves = [np.asarray(x) for x in jax.tree.leaves(tree) if eqx.is_array_like(x)]
+    about = {"about": ABOUT[name], "writer": writing.versions("equinox", "jax", "numpy")}
+    about |= {"options": {}, "at": "ckpt/model.eqx", "others": {}}
+    about["dtypes"] = {str(i): x.dtype.name for i, x in enumerate(leaves)}
+    writing.write_case(folder, {str(i): x for i, x in enumerate(leaves)}, about)
+
+
+CASES = {"mlp": mlp, "training": training}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    given = writing.arguments(__doc__).parse_args()
+    sys.exit(len(writing.write_each(writing.chosen(CASES, given.only), given.out, write)))

@@ -1,7 +1,7 @@
 """Writes GGUF files with llama.cpp's own converter and ggml's own quantisation, and beside each what
 gguf-py and transformers make of it.
 
-    python tests/generators/gguf_files.py OUT LLAMA_CPP LIBGGML [NAME ...]
+    python tests/generators/gguf_files.py OUT LLAMA_CPP LIBGGML [--only PART ...]
 
 LLAMA_CPP is the source tree of llama.cpp (`convert_hf_to_gguf.py`, `conversion/`), LIBGGML a shared
 library with ggml's `ggml_quantize_chunk`, such as `libggml-base.so`. OUT/<case>/ckpt has the file or
@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.metadata
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +32,7 @@ import sentencepiece
 import tokenizers
 import torch
 import transformers
+import writing
 from safetensors.torch import load_file
 
 _CONVERT = """
@@ -208,7 +207,7 @@ def _digests(arrays: Arrays) -> dict[str, list[Any]]:
     return {name: [list(array.shape), digests[name]] for name, array in arrays.items()}
 
 
-CASES: dict[str, Callable[[Machine, Path], dict[str, Any]]] = {}
+CASES: dict[str, Callable[[Machine, Path], tuple[Arrays, dict[str, Any]]]] = {}
 
 
 def _case(
@@ -220,7 +219,7 @@ def _case(
     arguments: tuple[str, ...] = (),
     **settings: Any,
 ) -> None:
-    def made(machine: Machine, folder: Path) -> dict[str, Any]:
+    def made(machine: Machine, folder: Path) -> tuple[Arrays, dict[str, Any]]:
         dtypes = {"f16": torch.float16, "bf16": torch.bfloat16}
         with tempfile.TemporaryDirectory() as scratch:
             source = Path(scratch) / "model"
@@ -235,9 +234,8 @@ def _case(
         if blocks or type == "q8_0":
             model = _moved(_dequantized(files), weights, files[0], config)
         truth = {f"param/{key}": array for key, array in _dequantized(files).items()}
-        np.savez_compressed(folder.parent / "truth.npz", **truth)
         how = f"--outtype {type}" + (f", then ggml's {', '.join(blocks)}" if blocks else "")
-        return {
+        return truth, {
             "about": f"{kind} by convert_hf_to_gguf.py {' '.join([how, *arguments])}",
             "at": f"ckpt/{files[0].name}",
             "options": {"dequantize": "float32"},
@@ -293,20 +291,22 @@ _case("qwen3_moe_k", "Qwen3Moe", "gguf-qwen3-moe-to-hf", blocks=["Q4_K", "Q6_K"]
     num_experts_per_tok=1, moe_intermediate_size=8, norm_topk_prob=True, **_WIDE)  # fmt: skip
 
 
-def write(machine: Machine, out: Path, name: str) -> None:
-    folder = out / name
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "ckpt").mkdir(parents=True)
-    torch.manual_seed(sum(name.encode()))
-    said = CASES[name](machine, folder / "ckpt")
-    packages = ["torch", "transformers", "gguf"]
-    said["writer"] = {package: importlib.metadata.version(package) for package in packages}
-    (folder / "case.json").write_text(json.dumps(said, indent=1) + "\n")
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(f"{name}: {len(said['model'])} tensors, {size >> 10} KiB")
+def main() -> int:
+    parser = writing.arguments(__doc__)
+    parser.add_argument("llama_cpp", type=Path)
+    parser.add_argument("libggml", type=Path)
+    given = parser.parse_args()
+    machine = Machine(given.llama_cpp, given.libggml)
+
+    def write(name: str, folder: Path) -> None:
+        (folder / "ckpt").mkdir()
+        torch.manual_seed(sum(name.encode()))
+        truth, about = CASES[name](machine, folder / "ckpt")
+        about["writer"] = writing.versions("torch", "transformers", "gguf")
+        writing.write_case(folder, truth, about)
+
+    return len(writing.write_each(writing.chosen(CASES, given.only), given.out, write))
 
 
 if __name__ == "__main__":
-    place, tree, library, *names = sys.argv[1:]
-    for case in names or CASES:
-        write(Machine(Path(tree), Path(library)), Path(place), case)
+    sys.exit(main())

@@ -1,9 +1,9 @@
 """Checkpoints that Megatron-LM itself writes, on a CPU, with the live state of the run beside each.
 
-    python tests/generators/megatron_core.py OUT --source DIR [--only CASE ...]
+    python tests/generators/megatron_core.py OUT --source DIR [--tag TAG] [--only PART ...]
 
 DIR has the source of Megatron-LM in one folder for each tag: DIR/core_v0.19.0/megatron/... Cases of
-no tag are of the newest there; those of a tag that is not there are not written. The Python that runs this has torch, numpy, einops, packaging, pyyaml, psutil, and for 0.16 six, regex,
+no tag are of `--tag`, or the newest there; those of a tag that is not there are not written. The Python that runs this has torch, numpy, einops, packaging, pyyaml, psutil, and for 0.16 six, regex,
 pydantic and requests. Models, optimizers and writers are Megatron's own; what needs a GPU is in
 `megatron_stand_ins.py`.
 
@@ -17,42 +17,44 @@ tokens instead of noise; after the save they go on for three more, whose losses 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import hashlib
 import importlib
 import inspect
-import json
 import re
 import shutil
 import sys
 from pathlib import Path
 
+import megatron_cases
 import megatron_stand_ins as megatron
 import numpy as np
 import ranks
 import torch
 import torch.distributed as dist
+import writing
+from megatron_cases import (
+    ALWAYS,
+    BIAS,
+    DSA,
+    GATHER,
+    GDN,
+    GPT,
+    GROUPED,
+    LLAMA,
+    MLA,
+    MOE,
+    PA,
+    SHARED,
+    STEPS,
+    VOCAB,
+    buckets,
+    parallel,
+)
 
-STEPS, VOCAB = 3, 101
-BASE = """--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads 4
---seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --lr 0.01
---train-iters 100 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
---tokenizer-type NullTokenizer --vocab-size {tokens} --make-vocab-size-divisible-by 8
---distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion
---no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
---no-persist-layer-norm --save-interval 1 --ckpt-format torch_dist --attention-dropout 0
---hidden-dropout 0 --seed {seed}"""
-LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
---group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"""
-GPT = "--position-embedding-type learned_absolute"
-MLA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
---untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 10 --qk-head-dim 8
---qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm"""
-MOE = """--num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2 --moe-token-dispatcher-type
-alltoall"""
-DIST, PA = "--use-distributed-optimizer", "--use-precision-aware-optimizer"
-GATHER = "--moe-token-dispatcher-type allgather"  # the other waits for events of CUDA
+BASE = f"""{ALWAYS} --num-layers {{layers}} --hidden-size {{hidden}} --ffn-hidden-size {{ffn}}
+--vocab-size {{tokens}} --seed {{seed}} --lr-decay-style constant --save-interval 1
+--ckpt-format torch_dist"""
+DIST, Q_LORA = "--use-distributed-optimizer", "--q-lora-rank 12"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,161 +88,129 @@ class Case:
         return self.has_logits or self.goes_on
 
 
-def parallel(tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 0, cp: int = 1) -> str:
-    words = {"tensor-model": tp, "pipeline-model": pp, "expert-model": ep, "context": cp}
-    text = " ".join(f"--{kind}-parallel-size {n}" for kind, n in words.items() if n > 1)
-    return f"{text} --expert-tensor-parallel-size {etp}" if etp else text
-
-
-TAGS = [f"core_v0.{minor}" for minor in ("13.1", "14.0", "15.3", "16.1", "17.1", "18.2", "19.0")]
 FULLY = "--dist-ckpt-optim-fully-reshardable"
-SHARED = "--moe-shared-expert-intermediate-size 16"
+LAYOUT = "--pipeline-model-parallel-layout"
+ACCOUNT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+BUCKETS, SEQUENCE = buckets(3000), "--sequence-parallel"
 # Of a run that goes on: no rows of padding, and what tunix's models have fixed.
 NEXT = "--kv-channels 8 --rotary-base 1000000 --norm-epsilon 1e-6"
 # The local core attention takes kv_channels for the length of values, which is v_head_dim.
-DEEPSEEK3 = f"""--kv-channels 8 --norm-epsilon 1e-6 --q-lora-rank 12 --rope-type yarn
+DEEPSEEK3 = """--kv-channels 8 --norm-epsilon 1e-6 --q-lora-rank 12 --rope-type yarn
 --rotary-scaling-factor 40 --mscale 1 --mscale-all-dim 1
 --num-experts 8 --moe-ffn-hidden-size 12 --moe-router-topk 2 --moe-layer-freq [0,1,1]
 --moe-shared-expert-intermediate-size 24 --moe-router-score-function sigmoid
 --moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1
---moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 {GATHER}
+--moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32
+--moe-token-dispatcher-type allgather
 --decoder-first-pipeline-num-layers 2"""
 GPT_OSS = f"""--quick-geglu --glu-linear-offset 1 --normalization RMSNorm --softmax-type learnable
 --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --kv-channels 8
 --position-embedding-type yarn --rotary-base 150000 --rotary-scaling-factor 4
---yarn-original-max-position-embeddings 256 --window-size 7,0 {MOE} {GATHER}"""
-GDN = """--experimental-attention-variant gated_delta_net --linear-attention-freq 2
---linear-conv-kernel-dim 2 --linear-key-head-dim 2 --linear-value-head-dim 3
---linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate"""
-DSA = """--experimental-attention-variant dsa --q-lora-rank 12 --dsa-indexer-n-heads 2
---dsa-indexer-head-dim 8 --dsa-indexer-topk 4"""
+--yarn-original-max-position-embeddings 256 --window-size 7,0 {GATHER}"""
 MAMBA = """--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec
 --mamba-num-heads 4 --mamba-head-dim 4 --mamba-state-dim 3 --mamba-num-groups 2
 --hybrid-layer-pattern M-M*"""
-CASES = [
-    *(Case(f"dense_tp2_{tag}", f"{DIST} {parallel(2)}", 4, tag) for tag in TAGS),
-    *(Case(f"mla_{tag}", f"{DIST} --q-lora-rank 12", 2, tag, MLA) for tag in TAGS),
-    *(Case(f"moe_ep2_{tag}", f"{DIST} {MOE} {SHARED} --moe-grouped-gemm {parallel(ep=2)}", 2, tag)
-      for tag in TAGS),
-    *(Case(f"mtp_{tag}", f"{DIST} --mtp-num-layers 1", 2, tag) for tag in TAGS[1:]),
-    *(Case(f"layout_{tag}", f"{DIST} {parallel(pp=2)} --pipeline-model-parallel-layout Et|tt|t|L",
-           2, tag, layers=4) for tag in TAGS),
-    *(Case(f"pa_{tag}", f"{DIST} {PA}", 2, tag) for tag in TAGS),
-    *(Case(f"pa_full_{tag}", f"{DIST} {PA} {FULLY}", 2, tag) for tag in TAGS[2:]),
+SMALL = {"hidden": 8, "ffn": 8}
+ONE = {**SMALL, "layers": 1}
+LION = "--muon-scalar-optimizer lion"
+FP16 = "--exp-avg-dtype fp16 --main-params-dtype fp16"
+_EVERY = (
+    Case("dense_tp2", f"{DIST} {parallel(2)}", 4),
+    Case("mla", f"{DIST} {Q_LORA}", 2, model=MLA),
+    Case("moe_ep2", f"{DIST} {GROUPED} {SHARED} {parallel(ep=2)}", 2),
+    Case("mtp", f"{DIST} --mtp-num-layers 1", 2),
+    Case("layout", f"{DIST} {parallel(pp=2)} {LAYOUT} Et|tt|t|L", 2, layers=4),
+    Case("pa", f"{DIST} {PA}", 2),
+    Case("pa_full", f"{DIST} {PA} {FULLY}", 2),
     Case("gpt_tp2_pp2", f"{DIST} {parallel(2, 2)}", 4, model=GPT),
     Case("gpt_local", f"{DIST} {parallel(2)}", 2, model=GPT, te=False),
-    Case("mla_tp2", f"{DIST} --q-lora-rank 12 {parallel(2)}", 2, model=MLA, seed=7),
+    Case("mla_tp2", f"{DIST} {Q_LORA} {parallel(2)}", 2, model=MLA, seed=7),
     Case("mla_pp2_no_q_lora", f"{DIST} {parallel(pp=2)}", 2, model=MLA, hidden=64),
-    Case("mla_moe_etp1", f"{DIST} --q-lora-rank 12 {MOE} {SHARED} --moe-grouped-gemm"
-         f" --sequence-parallel {parallel(2, ep=2, etp=1)}", 4, model=MLA),
-    Case("moe_etp1_ep1", f"{DIST} {MOE} --moe-grouped-gemm --sequence-parallel"
-         f" {parallel(2, etp=1)}", 2),
+    Case("mla_moe_etp1", f"{DIST} {Q_LORA} {GROUPED} {SHARED} {SEQUENCE} {parallel(2, ep=2, etp=1)}", 4, model=MLA),
+    Case("moe_etp1_ep1", f"{DIST} {GROUPED} {SEQUENCE} {parallel(2, etp=1)}", 2),
     Case("moe_etp2_tp1", f"{DIST} {MOE} {parallel(1, ep=2, etp=2)}", 4),
-    Case("moe_tp2_ep2_pp2", f"{DIST} {MOE} {SHARED} --sequence-parallel {parallel(2, 2, 2, 1)}", 4),
+    Case("moe_tp2_ep2_pp2", f"{DIST} {MOE} {SHARED} {SEQUENCE} {parallel(2, 2, 2, 1)}", 4),
     Case("moe_seq_bias", f"{DIST} {MOE} {parallel(ep=2)}", 2, model=GPT),
-    Case("moe_freq", f"{DIST} {MOE} --moe-layer-freq [0,1,1] --moe-grouped-gemm", 2, layers=3),
-    Case("moe_shared_gate", f"{DIST} {MOE} {SHARED} --moe-shared-expert-gate --moe-grouped-gemm", 2),
-    Case("moe_router_bias", f"{DIST} {MOE} --moe-grouped-gemm --moe-router-enable-expert-bias"
-         " --moe-router-score-function sigmoid", 2),
+    Case("moe_freq", f"{DIST} {GROUPED} --moe-layer-freq [0,1,1]", 2, layers=3),
+    Case("moe_shared_gate", f"{DIST} {GROUPED} {SHARED} --moe-shared-expert-gate", 2),
+    Case("moe_router_bias", f"{DIST} {GROUPED} {BIAS}", 2),
     Case("sink", f"{DIST} --softmax-type learnable {parallel(2)}", 2),
     Case("no_extra_state", f"{DIST} --ckpt-drop-redundant-extra-state {parallel(2)}", 2),
     Case("qk_norm", f"{DIST} --qk-layernorm {parallel(cp=2)}", 2, hidden=64),
     Case("mtp_pp2", f"{DIST} --mtp-num-layers 2 {parallel(pp=2)}", 2),
-    Case("mtp_moe", f"{DIST} --mtp-num-layers 1 {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2),
-    Case("mtp_layout", f"{DIST} --mtp-num-layers 1 {parallel(pp=2)}"
-         " --pipeline-model-parallel-layout Et|tt|t|mL", 2, layers=4, hidden=64),
+    Case("mtp_moe", f"{DIST} --mtp-num-layers 1 {GROUPED} {parallel(ep=2)}", 2),
+    Case("mtp_layout", f"{DIST} --mtp-num-layers 1 {parallel(pp=2)} {LAYOUT} Et|tt|t|mL", 2, layers=4, hidden=64),
     Case("uneven_ends", f"{DIST} {parallel(pp=2)} --decoder-first-pipeline-num-layers 1"
          " --decoder-last-pipeline-num-layers 3", 2, layers=4),
-    Case("uneven_first", f"{DIST} {parallel(pp=4)} --decoder-first-pipeline-num-layers 1", 4,
-         layers=7),
-    Case("uneven_account", f"{DIST} {parallel(pp=2)} --account-for-embedding-in-pipeline-split"
-         " --account-for-loss-in-pipeline-split", 2, layers=4),
-    Case("uneven_account_vpp", f"{DIST} {parallel(pp=2)} --account-for-embedding-in-pipeline-split"
-         " --account-for-loss-in-pipeline-split --num-virtual-stages-per-pipeline-rank 2", 2,
-         layers=6),
+    Case("uneven_first", f"{DIST} {parallel(pp=4)} --decoder-first-pipeline-num-layers 1", 4, layers=7),
+    Case("uneven_account", f"{DIST} {parallel(pp=2)} {ACCOUNT}", 2, layers=4),
+    Case("uneven_account_vpp", f"{DIST} {parallel(pp=2)} {ACCOUNT} --num-virtual-stages-per-pipeline-rank 2", 2, layers=6),
     Case("vpp", f"{DIST} {parallel(pp=2)} --num-layers-per-virtual-pipeline-stage 1", 4, layers=4),
-    Case("vpp_tied", f"{DIST} {parallel(pp=2)} --num-layers-per-virtual-pipeline-stage 2", 2,
-         model=GPT, layers=8),
-    Case("buckets", f"{DIST} --overlap-grad-reduce --ddp-bucket-size 3000 {parallel(pp=2)}", 4,
-         model=GPT),
-    Case("full_buckets", f"{DIST} {FULLY} --overlap-grad-reduce --ddp-bucket-size 3000"
-         f" {parallel(pp=2)}", 4, model=GPT),
-    Case("pa_full_buckets", f"{DIST} {PA} {FULLY} --overlap-grad-reduce --ddp-bucket-size 3000"
-         f" {parallel(pp=2)}", 4, model=GPT),
-    Case("pa_tp2_buckets", f"{DIST} {PA} --overlap-grad-reduce --ddp-bucket-size 3000"
-         f" {parallel(2)}", 4),
-    Case("pa_moe", f"{DIST} {PA} {MOE} {SHARED} --moe-grouped-gemm {parallel(ep=2)}", 4),
+    Case("vpp_tied", f"{DIST} {parallel(pp=2)} --num-layers-per-virtual-pipeline-stage 2", 2, model=GPT, layers=8),
+    Case("buckets", f"{DIST} {BUCKETS} {parallel(pp=2)}", 4, model=GPT),
+    Case("full_buckets", f"{DIST} {FULLY} {BUCKETS} {parallel(pp=2)}", 4, model=GPT),
+    Case("pa_full_buckets", f"{DIST} {PA} {FULLY} {BUCKETS} {parallel(pp=2)}", 4, model=GPT),
+    Case("pa_tp2_buckets", f"{DIST} {PA} {BUCKETS} {parallel(2)}", 4),
+    Case("pa_moe", f"{DIST} {PA} {GROUPED} {SHARED} {parallel(ep=2)}", 4),
     Case("pa_bf16_moments", f"{DIST} {PA} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 2),
     Case("pa_fp8_moments", f"{DIST} {PA} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", 2),
-    Case("pa_fp16_all", f"{DIST} {PA} --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
-         " --main-params-dtype fp16", 2),
-    Case("pa_fp16_all_full", f"{DIST} {PA} --exp-avg-dtype fp16 --main-params-dtype fp16 {FULLY}",
-         2),
-    Case("pa_mla_pp2", f"{DIST} {PA} --q-lora-rank 12 {parallel(pp=2)}", 2, model=MLA),
+    Case("pa_fp16_all", f"{DIST} {PA} {FP16} --exp-avg-sq-dtype fp16", 2),
+    Case("pa_fp16_all_full", f"{DIST} {PA} {FP16} {FULLY}", 2),
+    Case("pa_mla_pp2", f"{DIST} {PA} {Q_LORA} {parallel(pp=2)}", 2, model=MLA),
     Case("pa_tied_pp2", f"{DIST} {PA} {parallel(pp=2)}", 2, model=GPT),
     Case("decoupled_lr", f"{DIST} --decoupled-lr 0.001 --decoupled-min-lr 0.0001 {parallel(2)}", 2),
     Case("sgd", f"--optimizer sgd {parallel(2)}", 2),
     Case("sgd_fp32_masters_tp1", "--optimizer sgd --sgd-momentum 0.5", 1, seed=3),
-    Case("plain_moe", f"{MOE} {SHARED} --moe-grouped-gemm {parallel(ep=2)}", 2),
-    Case("bridge_moe", f"{DIST} {MOE} {SHARED} --moe-grouped-gemm {parallel(2, ep=2, etp=1)}"
-         " --sequence-parallel", 4, "core_v0.18.2", without_args="bridge"),
-    Case("bridge_pp2_tied", f"{DIST} --overlap-grad-reduce --ddp-bucket-size 3000 {parallel(pp=2)}",
-         2, "core_v0.16.1", GPT, without_args="bridge"),
-    Case("bridge_pa_layout", f"{DIST} {PA} {parallel(pp=2)} --pipeline-model-parallel-layout"
-         " Et|tt|t|L", 2, "core_v0.18.2", layers=4, without_args="bridge"),
+    Case("plain_moe", f"{GROUPED} {SHARED} {parallel(ep=2)}", 2),
+    Case("bridge_moe", f"{DIST} {GROUPED} {SHARED} {parallel(2, ep=2, etp=1)} {SEQUENCE}", 4, "core_v0.18.2",
+         without_args="bridge"),
+    Case("bridge_pp2_tied", f"{DIST} {BUCKETS} {parallel(pp=2)}", 2, "core_v0.16.1", GPT, without_args="bridge"),
+    Case("bridge_pa_layout", f"{DIST} {PA} {parallel(pp=2)} {LAYOUT} Et|tt|t|L", 2, "core_v0.18.2", layers=4,
+         without_args="bridge"),
     Case("nemo_full", f"{DIST} {FULLY} {parallel(2)}", 2, "core_v0.15.3", without_args="nemo"),
     Case("nemo_flat", f"{DIST} {parallel(2, 2)}", 4, "core_v0.14.0", without_args="nemo"),
-    Case("small_mla", f"{DIST} --q-lora-rank 6", 1, model=MLA, layers=1, hidden=8, ffn=8),
-    Case("small_pa", f"{DIST} {PA}", 2, layers=1, hidden=8, ffn=8),
-    Case("small_pa_full", f"{DIST} {PA} {FULLY}", 1, layers=1, hidden=8, ffn=8),
-    *(Case(f"small_pa_buckets_{tag}", f"{DIST} {PA} {FULLY} --overlap-grad-reduce"
-           " --ddp-bucket-size 300", 2, tag, layers=1, hidden=8, ffn=8) for tag in ("", TAGS[-1])),
-    Case("small_layout_mtp", f"{DIST} --mtp-num-layers 1 {parallel(pp=2)}"
-         " --pipeline-model-parallel-layout Et|tmL", 2, layers=2, hidden=8, ffn=8),
-    Case("small_bridge", f"{DIST} {MOE} --moe-grouped-gemm {parallel(ep=2)}", 2,
-         "core_v0.18.2", layers=1, hidden=8, ffn=8, without_args="bridge"),
-    *(Case(f"dist_muon_{tag}", "--optimizer dist_muon", 2, tag) for tag in TAGS[5:]),
-    *(Case(f"muon_distopt_{tag}", f"{DIST} --optimizer muon {parallel(2)}", 4, tag)
-      for tag in TAGS[5:]),
-    Case("dist_muon_moe_pp2", f"--optimizer dist_muon {MOE} {SHARED} --moe-grouped-gemm"
-         f" {parallel(pp=2, ep=2)}", 4),
-    Case("small_dist_muon", "--optimizer dist_muon", 2, layers=1, hidden=8, ffn=8),
-    Case("muon_buckets", f"{DIST} --optimizer muon --overlap-grad-reduce --ddp-bucket-size 3000"
-         f" {parallel(2)}", 4),
-    Case("muon_lion_pp2", f"{DIST} {FULLY} --optimizer muon --muon-scalar-optimizer lion"
-         f" {parallel(pp=2)}", 4),
-    Case("dist_muon_lion", "--optimizer dist_muon --muon-scalar-optimizer lion", 2),
-    Case("small_muon_lion", f"{DIST} --optimizer muon --muon-scalar-optimizer lion", 2, layers=1,
-         hidden=8, ffn=8),
-    Case("gdn_tp2_pp2", f"{DIST} {GDN} {MOE} {SHARED} --moe-shared-expert-gate --moe-grouped-gemm"
-         f" --sequence-parallel --qk-layernorm {parallel(2, 2)}", 4, layers=4),
+    Case("small_mla", f"{DIST} --q-lora-rank 6", 1, model=MLA, **ONE),
+    Case("small_pa", f"{DIST} {PA}", 2, **ONE),
+    Case("small_pa_full", f"{DIST} {PA} {FULLY}", 1, **ONE),
+    Case("small_pa_buckets", f"{DIST} {PA} {FULLY} {buckets(300)}", 2, **ONE),
+    Case("small_layout_mtp", f"{DIST} --mtp-num-layers 1 {parallel(pp=2)} {LAYOUT} Et|tmL", 2, **SMALL),
+    Case("small_bridge", f"{DIST} {GROUPED} {parallel(ep=2)}", 2, "core_v0.18.2", without_args="bridge", **ONE),
+    Case("dist_muon", "--optimizer dist_muon", 2),
+    Case("muon_distopt", f"{DIST} --optimizer muon {parallel(2)}", 4),
+    Case("dist_muon_moe_pp2", f"--optimizer dist_muon {GROUPED} {SHARED} {parallel(pp=2, ep=2)}", 4),
+    Case("small_dist_muon", "--optimizer dist_muon", 2, **ONE),
+    Case("muon_buckets", f"{DIST} --optimizer muon {BUCKETS} {parallel(2)}", 4),
+    Case("muon_lion_pp2", f"{DIST} {FULLY} --optimizer muon {LION} {parallel(pp=2)}", 4),
+    Case("dist_muon_lion", f"--optimizer dist_muon {LION}", 2),
+    Case("small_muon_lion", f"{DIST} --optimizer muon {LION}", 2, **ONE),
+    Case("gdn_tp2_pp2", f"{DIST} {GDN} {GROUPED} {SHARED} --moe-shared-expert-gate {SEQUENCE} --qk-layernorm"
+         f" {parallel(2, 2)}", 4, layers=4),
     Case("gdn_full", f"{DIST} {GDN} {FULLY} {parallel(2)}", 2),
     Case("gdn_pa", f"{DIST} {PA} {GDN} {parallel(2)}", 4),
-    Case("small_gdn", f"{DIST} {GDN} {parallel(2)}", 2, layers=2, hidden=8, ffn=8),
-    Case("mamba_tp2_pp2", f"{DIST} {MAMBA} {parallel(2, 2)}", 4, layers=4),
-    Case("mamba_core_v0.18.2", f"{DIST} {MAMBA} {parallel(2)}", 2, "core_v0.18.2", layers=4),
-    Case("mamba_pa", f"{DIST} {PA} {MAMBA} {parallel(2)}", 2, layers=4),
-    Case("small_mamba", f"{DIST} {MAMBA.replace('M-M*', 'M*')} {parallel(2)}", 2, layers=2, hidden=8,
-         ffn=8),
+    Case("small_gdn", f"{DIST} {GDN} {parallel(2)}", 2, **SMALL),
     Case("gdn2", f"{DIST} {GDN.replace('gated_delta_net', 'gdn2')} {parallel(2)}", 2),
-    Case("small_dsa", f"{DIST} {DSA}", 1, model=MLA, layers=1, hidden=8, ffn=8),
+    Case("mamba_tp2", f"{DIST} {MAMBA} {parallel(2)}", 2, layers=4),
+    Case("mamba_tp2_pp2", f"{DIST} {MAMBA} {parallel(2, 2)}", 4, layers=4),
+    Case("mamba_pa", f"{DIST} {PA} {MAMBA} {parallel(2)}", 2, layers=4),
+    Case("small_mamba", f"{DIST} {MAMBA.replace('M-M*', 'M*')} {parallel(2)}", 2, **SMALL),
+    Case("small_dsa", f"{DIST} {DSA}", 1, model=MLA, **ONE),
     Case("dsa_pp2", f"{DIST} {DSA} {parallel(pp=2)}", 2, model=MLA),
-    Case("dsa_tp2", f"{DIST} {DSA} --sequence-parallel {parallel(2)}", 2, model=MLA),
+    Case("dsa_tp2", f"{DIST} {DSA} {SEQUENCE} {parallel(2)}", 2, model=MLA),
     Case("logits_llama31", f"--kv-channels 8 --use-rope-scaling --rotary-base 500000"
          f" {parallel(2, 2)}", 4, te=False, hidden=16),
     Case("logits_qwen2", f"--kv-channels 8 --add-qkv-bias --rotary-base 1000000 {parallel(2)}", 2,
          te=False, hidden=16),
-    Case("logits_qwen3_moe", f"--kv-channels 8 --qk-layernorm {MOE} {GATHER} {parallel(ep=2)}", 2,
+    Case("logits_qwen3_moe", f"--kv-channels 8 --qk-layernorm {GATHER} {parallel(ep=2)}", 2,
          te=False, hidden=16),
     Case("logits_qwen3_moe_unscaled", f"--kv-channels 8 --qk-layernorm --moe-router-pre-softmax {MOE}"
          f" {GATHER} {parallel(ep=2)}", 2, te=False, hidden=16),
     Case("next_llama", NEXT, te=False, hidden=16, vocab=112),
     Case("next_qwen3", f"{NEXT} --qk-layernorm {parallel(2)}", 2, te=False, hidden=16, vocab=112),
-    Case("next_qwen3_moe", f"{NEXT} --qk-layernorm {MOE} {GATHER} {parallel(ep=2)}", 2, te=False,
+    Case("next_qwen3_moe", f"{NEXT} --qk-layernorm {GATHER} {parallel(ep=2)}", 2, te=False,
          hidden=16, vocab=112),
-    Case("logits_mixtral", f"--kv-channels 8 {MOE} {GATHER} {parallel(pp=2, ep=2)}", 4, te=False,
+    Case("logits_mixtral", f"--kv-channels 8 {GATHER} {parallel(pp=2, ep=2)}", 4, te=False,
          hidden=16),
-    Case("next_mixtral", f"{NEXT} {MOE} {GATHER} {parallel(pp=2, ep=2)}", 4, te=False, hidden=16,
+    Case("next_mixtral", f"{NEXT} {GATHER} {parallel(pp=2, ep=2)}", 4, te=False, hidden=16,
          vocab=112),
     Case("logits_deepseek3", f"{DEEPSEEK3} {parallel(2, 2)}", 4, model=MLA, te=False, layers=3,
          hidden=16),
@@ -251,35 +221,11 @@ CASES = [
     Case("logits_gpt_oss_clamped", "--activation-func-clamp-value 0.1"
          f" --window-attn-skip-freq [1,0,1] {parallel(ep=2)}", 2, model=GPT_OSS, te=False, layers=3,
          hidden=16),
-]  # fmt: skip
+)  # fmt: skip
+CASES = {case.name: case for case in _EVERY}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--source", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
-    parser.add_argument("--case", help=argparse.SUPPRESS)  # in a process of its own
-    options = parser.parse_args()
-    if options.case:
-        _write(next(case for case in CASES if case.name == options.case), options)
-        return
-    script, source = Path(__file__).resolve(), options.source.resolve()
-    folders = {case.name: source / (case.tag or ranks.newest(source)) for case in CASES}
-    failed = [
-        name
-        for name in ranks.chosen(folders, options.only)
-        if folders[name].is_dir()
-        and not ranks.write_case(
-            options.out / name,
-            [script, options.out.resolve(), "--source", source, "--case", name],
-            folders[name],
-        )
-    ]
-    print(f"failed: {failed}" if failed else "all written")
-
-
-def _write(case: Case, options: argparse.Namespace) -> None:
+def _write(case: Case, folder: Path, tag: str) -> None:
     """Train and save, one process for each rank."""
     sys.path.append(sys.path.pop(0))  # this folder has files with names of packages
     megatron.install_cuda()
@@ -292,13 +238,12 @@ def _write(case: Case, options: argparse.Namespace) -> None:
     argv = BASE.format(**sizes, seed=case.seed, tokens=case.vocab - 1).split()
     argv += case.model.split() + case.argv.split() + ["--bf16"] * (not case.computes)
     argv += ["--transformer-impl", "transformer_engine" if case.te else "local"]
-    argv += ["--save", str(options.out / case.name / "ckpt")]
+    argv += ["--save", str(folder / "ckpt")]
     sys.argv = ["generate", *argv]
     importlib.import_module("pretrain_gpt")
     if case.computes:
         _let_core_attention_be_told_lengths()
-    tag = case.tag or ranks.newest(options.source)
-    ranks.on_ranks(case.world, lambda: _train_and_save(case, options.out / case.name, tag))
+    ranks.on_ranks(case.world, lambda: _train_and_save(case, folder, tag))
 
 
 def _let_core_attention_be_told_lengths() -> None:
@@ -417,9 +362,7 @@ def _data_group():
 
 
 def _noise(key: str, shape: tuple[int, ...], *what: object):
-
-    seed = int.from_bytes(hashlib.sha256(repr((key, what)).encode()).digest()[:8], "little")
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return megatron.noise(shape, key, what).numpy()
 
 
 def _local(place: Place, *what: object):
@@ -432,31 +375,15 @@ def _local(place: Place, *what: object):
 
 
 def _states(optimizer, parameter):
-    """(state, first element or None, array) of what the optimizers have of a parameter."""
-    for own in megatron.each_optimizer(optimizer):
-        if type(own).__name__ == "DistributedOptimizer":
-            if parameter not in own.model_param_group_index_map:
-                continue  # other data-parallel ranks have all of it, or another optimizer
-            start = own._get_model_param_range_map(parameter)["param"].start
-            tensors = own._get_main_param_and_optimizer_states(parameter)
-            exact = getattr(own.optimizer, "exact", {})  # not of torch's Adam
-            group, order = own.model_param_group_index_map[parameter]
-            live = own.optimizer.param_groups[group]["params"][order]
-            tensors["param"] = exact.get(live, tensors["param"])
-            for state, value in tensors.items():
-                if state != "step":
-                    yield state, start, megatron.array_of(value.reshape(-1))
-            return
-        live = getattr(parameter, "main_param", parameter)
-        if any(live is other for group in own.optimizer.param_groups for other in group["params"]):
-            yield "param", None, megatron.array_of(live.reshape(-1))
-            for state, value in own.optimizer.state[live].items():
-                if hasattr(value, "shape") and state != "step":
-                    yield state, None, megatron.array_of(value.reshape(-1))
-            return
+    """(state, first element or None, array) of what the optimizers have of a parameter; of one that
+    none of them has, itself.
+    """
+    found = [one for one in megatron.live_states(optimizer, parameter) if one[0] != "step"]
     kinds = [type(own).__name__ for own in megatron.each_optimizer(optimizer)]
-    if "DistributedOptimizer" not in kinds:
-        yield "param", None, megatron.array_of(parameter.reshape(-1))
+    if not found and "DistributedOptimizer" not in kinds:
+        found = [("param", None, parameter)]
+    for state, start, value in found:
+        yield state, start, megatron.array_of(value.reshape(-1))
 
 
 def _buffers(model):
@@ -585,7 +512,6 @@ def _write_truth(case: Case, folder: Path, items, more, tag: str) -> None:
             truth[f"{state}/{name}"] = array
     of_adam = [name for name in truth if name.startswith("exp_avg_sq/")]
     truth |= {name.replace("exp_avg_sq", "step"): np.int64(STEPS) for name in of_adam} | more
-    np.savez_compressed(folder / "truth.npz", **truth)
     names = {state: dtype for state, dtype in dtypes.items() if dtype == "bfloat16"}
     about = {
         "writer": {"megatron_core": tag, "torch": torch.__version__},
@@ -597,17 +523,13 @@ def _write_truth(case: Case, folder: Path, items, more, tag: str) -> None:
     }
     if "bucket" in case.name and FULLY in case.argv and _moves_what_is_behind_padding():
         about["refused"] = "(?s)embedding.word_embeddings.weight.*5077.*weights_only"
-    (folder / "case.json").write_text(json.dumps(about, indent=1))
+    writing.write_case(folder, truth, about)
 
 
 def _moves_what_is_behind_padding() -> bool:
     from megatron.core.optimizer import distrib_optimizer
 
     return "cumulative_padding_stripped" not in inspect.getsource(distrib_optimizer)
-
-
-NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-         "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}  # fmt: skip
 
 
 def _named(key: str, whole):
@@ -621,10 +543,7 @@ def _named(key: str, whole):
     else:
         key = key.replace(".experts.experts.", ".experts.")
         layer = re.fullmatch(r"(decoder\.layers\.\d+\.)(.+)", key)
-        for fused, norm in NORMS.items():
-            if layer and layer[2].startswith(fused):
-                key = layer[1] + norm + layer[2].removeprefix(fused)
-        yield key, whole
+        yield (layer[1] + megatron.in_local_layers(layer[2]) if layer else key), whole
 
 
 def _as_other_trainer(case: Case, folder: Path, args) -> None:
@@ -666,4 +585,4 @@ def _as_other_trainer(case: Case, folder: Path, args) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(megatron_cases.main(__file__, __doc__, CASES, _write))

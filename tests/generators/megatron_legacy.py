@@ -1,8 +1,9 @@
 """Writes cases of Megatron's `torch`, `torch_dcp` and `fsdp_dtensor` checkpoints, with their truth.
 
-    python tests/generators/megatron_legacy.py OUT --source DIR [--only CASE ...]
+    python tests/generators/megatron_legacy.py OUT --source DIR [--tag TAG] [--only PART ...]
 
-`DIR/<tag>` is Megatron-LM's source at a tag, such as `core_v0.16.1`. Everything that decides what
+`DIR/<tag>` is Megatron-LM's source at a tag, such as `core_v0.16.1`, and the newest is taken. With
+torch 2.13 FSDP2 runs from 0.14.0, Megatron-FSDP from 0.15.3. Everything that decides what
 is stored is Megatron's own: arguments, model, optimizer, checkpoint writer. It runs on CPUs over
 gloo with the stand-ins of `megatron_stand_ins.py`; weights and gradients are random numbers that
 follow from the names of the parameters, so that no two are alike. Truth is gathered from the live
@@ -13,10 +14,7 @@ A case is `OUT/<case>/{ckpt, truth.npz, case.json}`. Keys of truth are `<state>/
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import importlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -24,26 +22,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import megatron_cases
 import megatron_stand_ins as megatron
 import numpy as np
 import ranks
 import torch
+import writing
+from megatron_cases import (
+    ALWAYS,
+    BIAS,
+    DSA,
+    GDN,
+    GPT,
+    GROUPED,
+    LLAMA,
+    MLA,
+    MOE,
+    PA,
+    SHARED,
+    STEPS,
+    TIED_LLAMA,
+    UNTIED,
+    VOCAB,
+    buckets,
+    parallel,
+)
 
-STEPS, VOCAB = 3, 101
-_COMMON = (
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 16"
-    " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 100"
-    " --lr 0.01 --min-lr 0.0001 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1"
-    " --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.05 --tokenizer-type"
-    " NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 8 --distributed-backend gloo"
-    " --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion"
-    " --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion"
-    " --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm --save-interval 1"
-)
-_LLAMA = (
-    " --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
-    " --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
-)
+_BASE = f"""{ALWAYS} --num-layers 2 --hidden-size 32 --ffn-hidden-size 24 --min-lr 0.0001
+--lr-decay-style cosine --lr-warmup-iters 1 --adam-beta1 0.9 --init-method-std 0.05 --vocab-size 100
+--save-interval 1 --transformer-impl transformer_engine"""
 
 
 @dataclass(frozen=True)
@@ -54,172 +61,123 @@ class Case:
     options: str
     tag: str = ""  # the newest of the source
     world: int = 2
-    model: str = _LLAMA
+    model: str = LLAMA
     format: str = "torch"
     about: str = ""
 
     @property
     def command_line(self) -> list[str]:
-        last = f" --ckpt-format {self.format} --transformer-impl transformer_engine"
-        return f"{_COMMON}{self.model} {self.options}{last}".split()
+        return f"{_BASE} {self.model} {self.options} --ckpt-format {self.format}".split()
 
 
-_GPT2 = " --position-embedding-type learned_absolute --normalization LayerNorm"
-_MLA = (
-    " --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
-    " --untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 10"
-    " --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --qk-layernorm"
-)
-_TIED_LLAMA = " --swiglu --normalization RMSNorm --position-embedding-type rope"
-_MOE = " --num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2"
-_MOE += " --moe-token-dispatcher-type alltoall"
-_GROUPED = _MOE + " --moe-grouped-gemm"
-_GDN = (
-    " --experimental-attention-variant gated_delta_net --linear-attention-freq 2"
-    " --linear-conv-kernel-dim 2 --linear-key-head-dim 2 --linear-value-head-dim 3"
-    " --linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate"
-)
-_DSA = (
-    " --experimental-attention-variant dsa --q-lora-rank 12 --dsa-indexer-n-heads 2"
-    " --dsa-indexer-head-dim 8 --dsa-indexer-topk 4"
-)
-_SHARED = " --moe-shared-expert-intermediate-size 16"
-_BIAS = " --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
-_TP, _PP = " --tensor-model-parallel-size", " --pipeline-model-parallel-size"
-_EP, _ETP = " --expert-model-parallel-size", " --expert-tensor-parallel-size"
-_MUON = " --optimizer muon"
-_SMALL = " --num-layers 1 --hidden-size 16 --ffn-hidden-size 12 --num-attention-heads 2"
-_ZERO = "--bf16 --use-distributed-optimizer"
-_BUCKETS = " --overlap-grad-reduce --ddp-bucket-size 2000"
-_VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.17.0", "0.18.0", "0.19.0")
-
-
-_UNTIED = " --untie-embeddings-and-output-weights"
-_TORCH_FSDP = "--bf16 --use-torch-fsdp2"
-_FULL = " --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
-_MEGATRON_FSDP = _ZERO + _FULL
-
-
-def _fsdp_of_versions() -> Iterator[Case]:
-    for version in _VERSIONS:
-        tag, prefix = f"core_v{version}", f"v{version.replace('.', '')}"
-        if version == "0.13.1":  # its FSDP2 does not start with torch 2.13
-            continue
-        yield Case(f"{prefix}_fsdp2", _TORCH_FSDP, tag, format="torch_dcp")
-        if version != "0.14.0":  # nor does its Megatron-FSDP
-            options = _MEGATRON_FSDP + " --global-batch-size 9"
-            yield Case(f"{prefix}_mfsdp", options, tag, world=3, format="fsdp_dtensor")
-            tp2 = f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_TP} 2{_ETP} 1 --sequence-parallel"
-            yield Case(f"{prefix}_mfsdp_moe_tp2", tp2, tag, world=4, format="fsdp_dtensor")
-
-
-def _of_versions() -> Iterator[Case]:
-    for version in _VERSIONS:
-        tag, prefix = f"core_v{version}", f"v{version.replace('.', '')}"
-        yield Case(f"{prefix}_tp2", f"--bf16{_TP} 2", tag)
-        yield Case(f"{prefix}_pp2_zero", f"{_ZERO}{_PP} 2{_BUCKETS} --num-layers 4", tag, 4, _GPT2)
-        grouped = f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2"
-        yield Case(f"{prefix}_moe", grouped, tag)
-        yield Case(f"{prefix}_mla_tp2", f"{_ZERO} --q-lora-rank 12{_TP} 2", tag, 2, _MLA)
-        yield Case(f"{prefix}_mtp_pp2", f"{_ZERO} --mtp-num-layers 1{_PP} 2 --num-layers 4", tag)
+_MUON, _SGD = "--optimizer muon", "--optimizer sgd"
+_SMALL = "--num-layers 1 --hidden-size 16 --ffn-hidden-size 12 --num-attention-heads 2"
+_ZERO, _BUCKETS = "--bf16 --use-distributed-optimizer", buckets(2000)
+_FSDP = "--bf16 --use-torch-fsdp2"
+_SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy"
+_MFSDP = f"{_ZERO} {_SHARDED} optim_grads_params"
+_SEQ, _Q, _MTP = "--sequence-parallel", "--q-lora-rank 12", "--mtp-num-layers"
+TP2, PP2, EP2, TP2_PP2 = parallel(2), parallel(pp=2), parallel(ep=2), parallel(2, 2)
 
 
 # fmt: off
-CASES: tuple[Case, ...] = (
+_TORCH = (
     Case("zero_bf16", _ZERO),
-    Case("tp2_pp2_bf16", f"--bf16{_TP} 2{_PP} 2", world=4),
-    Case("tp2_fp16", f"--fp16 --initial-loss-scale 1024{_TP} 2"),
-    Case("gpt2_tp2_zero", f"{_ZERO}{_TP} 2", world=4, model=_GPT2),
-    Case("gpt2_pp2_zero_buckets", f"{_ZERO}{_PP} 2{_BUCKETS}", world=4, model=_GPT2),
-    Case("gpt2_dp3_zero_buckets", f"{_ZERO}{_BUCKETS} --global-batch-size 9", world=3, model=_GPT2),
-    Case("cp2_zero", f"{_ZERO} --context-parallel-size 2{_BUCKETS}", world=4),
-    Case("qk_norm_tp2", f"--bf16 --qk-layernorm{_TP} 2"),
-    Case("grouped_ep2", f"--bf16{_GROUPED}{_EP} 2"),
-    Case("grouped_ep4_zero", f"{_ZERO}{_GROUPED}{_EP} 4", world=4),
-    Case("grouped_ep2_tp2_zero", f"{_ZERO}{_GROUPED}{_EP} 2{_TP} 2 --sequence-parallel", world=4),
-    Case("grouped_ep2_tp2_etp1", f"--bf16{_GROUPED}{_SHARED}{_EP} 2{_TP} 2{_ETP} 1 --sequence-parallel"),
-    Case("grouped_ep2_pp2_zero", f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2{_PP} 2", world=4),
-    Case("grouped_bias_ep2", f"--bf16{_GROUPED}{_EP} 2", model=_GPT2),
-    Case("grouped_bias_zero_buckets", f"{_ZERO}{_GROUPED}{_EP} 2{_BUCKETS}", world=4, model=_GPT2),
-    Case("sequential_ep2_zero", f"{_ZERO}{_MOE}{_SHARED}{_EP} 2", world=4),
-    Case("shared_gate_tp2", f"--bf16{_GROUPED}{_SHARED} --moe-shared-expert-gate{_TP} 2 --sequence-parallel"),
-    Case("moe_freq_zero", f"{_ZERO}{_GROUPED}{_EP} 2 --moe-layer-freq ([0,1,1]) --num-layers 3"),
-    Case("mla_tp2", f"--bf16 --q-lora-rank 12{_TP} 2", model=_MLA),
-    Case("mla_no_q_rank_zero", f"{_ZERO}", model=_MLA),
-    Case("mla_moe_ep2_pp2_zero", f"{_ZERO} --q-lora-rank 12{_GROUPED}{_SHARED}{_EP} 2{_PP} 2", world=4, model=_MLA),
-    Case("mtp_tp2", f"--bf16 --mtp-num-layers 1{_TP} 2"),
-    Case("mtp2_pp2_zero", f"{_ZERO} --mtp-num-layers 2{_PP} 2 --num-layers 4", world=4),
-    Case("mtp_moe_ep2_zero", f"{_ZERO} --mtp-num-layers 1{_GROUPED}{_EP} 2"),
-    Case("mtp_tied_pp2_zero", f"{_ZERO} --mtp-num-layers 1{_PP} 2{_BUCKETS}", model=_TIED_LLAMA),
-    Case("decoupled_tp2", f"--bf16 --decoupled-lr 0.001 --decoupled-min-lr 0.0001{_TP} 2"),
-    Case("decoupled_pp2_zero", f"{_ZERO} --decoupled-lr 0.001{_PP} 2", world=4),
-    Case("sgd_tp2", f"--bf16 --optimizer sgd{_TP} 2"),
-    Case("sgd_fp32", "--optimizer sgd", world=1),
-    Case("sgd_moe_ep2", f"--bf16 --optimizer sgd{_GROUPED}{_EP} 2"),
-    Case("muon", f"--bf16{_MUON}", world=1),
-    Case("muon_tp2_pp2", f"--bf16{_MUON}{_TP} 2{_PP} 2 --num-layers 4", world=4),
-    Case("muon_fp32", _MUON, world=1, model=_GPT2),
-    Case("muon_moe_ep2", f"--bf16{_MUON}{_GROUPED}{_SHARED}{_EP} 2"),
-    Case("muon_mla", f"--bf16{_MUON} --muon-no-split-qkv --q-lora-rank 12", world=1, model=_MLA),
-    Case("v0170_muon", f"--bf16{_MUON}{_TP} 2", "core_v0.17.0"),
-    Case("v0190_muon", f"--bf16{_MUON}{_TP} 2", "core_v0.19.0"),
-    Case("adam_fp32_pp2", f"{_PP} 2 --num-layers 4"),
-    Case("sink_tp2_zero", f"{_ZERO} --softmax-type learnable{_TP} 2", world=4),
-    Case("uneven_pp2_zero", f"{_ZERO}{_PP} 2 --num-layers 4 --decoder-first-pipeline-num-layers 1"),
-    Case("last_pp2", f"--bf16{_PP} 2 --num-layers 4 --decoder-last-pipeline-num-layers 1"),
-    Case("layout_pp2_vpp2_zero", f"{_ZERO}{_PP} 2 --num-layers 5 --pipeline-model-parallel-layout Et|tt|t|tL",
-        tag="core_v0.15.3"),
-    Case("account_pp2",
-        f"--bf16{_PP} 2 --num-layers 2 --account-for-embedding-in-pipeline-split" " --account-for-loss-in-pipeline-split"),
-    Case("vpp2_zero", f"{_ZERO}{_PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1{_BUCKETS}", world=4),
-    Case("gdn_tp2", f"--bf16{_GDN}{_TP} 2"),
-    Case("gdn_tp2_zero", f"{_ZERO}{_GDN}{_TP} 2", world=4),
-    Case("dsa_tp2_zero", f"{_ZERO}{_DSA}{_TP} 2 --sequence-parallel", world=4, model=_MLA),
-    Case("precision_aware", f"{_ZERO} --use-precision-aware-optimizer"),
-    Case("precision_aware_bf16",
-        f"{_ZERO} --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"),
+    Case("tp2_bf16", f"--bf16 {TP2}"),
+    Case("tp2_pp2_bf16", f"--bf16 {TP2_PP2}", world=4),
+    Case("tp2_fp16", f"--fp16 --initial-loss-scale 1024 {TP2}"),
+    Case("gpt2_tp2_zero", f"{_ZERO} {TP2}", world=4, model=GPT),
+    Case("gpt2_pp2_zero_buckets", f"{_ZERO} {PP2} {_BUCKETS}", world=4, model=GPT),
+    Case("gpt2_dp3_zero_buckets", f"{_ZERO} {_BUCKETS} --global-batch-size 9", world=3, model=GPT),
+    Case("cp2_zero", f"{_ZERO} {parallel(cp=2)} {_BUCKETS}", world=4),
+    Case("qk_norm_tp2", f"--bf16 --qk-layernorm {TP2}"),
+    Case("grouped_ep2", f"--bf16 {GROUPED} {EP2}"),
+    Case("grouped_ep4_zero", f"{_ZERO} {GROUPED} {parallel(ep=4)}", world=4),
+    Case("grouped_ep2_tp2_zero", f"{_ZERO} {GROUPED} {parallel(2, ep=2)} {_SEQ}", world=4),
+    Case("grouped_ep2_tp2_etp1", f"--bf16 {GROUPED} {SHARED} {parallel(2, ep=2, etp=1)} {_SEQ}"),
+    Case("grouped_ep2_pp2_zero", f"{_ZERO} {GROUPED} {SHARED} {BIAS} {parallel(pp=2, ep=2)}", world=4),
+    Case("grouped_bias_ep2", f"--bf16 {GROUPED} {EP2}", model=GPT),
+    Case("grouped_bias_zero_buckets", f"{_ZERO} {GROUPED} {EP2} {_BUCKETS}", world=4, model=GPT),
+    Case("sequential_ep2_zero", f"{_ZERO} {MOE} {SHARED} {EP2}", world=4),
+    Case("shared_gate_tp2", f"--bf16 {GROUPED} {SHARED} --moe-shared-expert-gate {TP2} {_SEQ}"),
+    Case("moe_freq_zero", f"{_ZERO} {GROUPED} {EP2} --moe-layer-freq ([0,1,1]) --num-layers 3"),
+    Case("mla_tp2", f"--bf16 {_Q} {TP2}", model=MLA),
+    Case("mla_no_q_rank_zero", _ZERO, model=MLA),
+    Case("mla_moe_ep2_pp2_zero", f"{_ZERO} {_Q} {GROUPED} {SHARED} {parallel(pp=2, ep=2)}", world=4, model=MLA),
+    Case("mtp_tp2", f"--bf16 {_MTP} 1 {TP2}"),
+    Case("mtp2_pp2_zero", f"{_ZERO} {_MTP} 2 {PP2} --num-layers 4", world=4),
+    Case("mtp_moe_ep2_zero", f"{_ZERO} {_MTP} 1 {GROUPED} {EP2}"),
+    Case("mtp_tied_pp2_zero", f"{_ZERO} {_MTP} 1 {PP2} {_BUCKETS}", model=TIED_LLAMA),
+    Case("decoupled_tp2", f"--bf16 --decoupled-lr 0.001 --decoupled-min-lr 0.0001 {TP2}"),
+    Case("decoupled_pp2_zero", f"{_ZERO} --decoupled-lr 0.001 {PP2}", world=4),
+    Case("sgd_tp2", f"--bf16 {_SGD} {TP2}"),
+    Case("sgd_fp32", _SGD, world=1),
+    Case("sgd_moe_ep2", f"--bf16 {_SGD} {GROUPED} {EP2}"),
+    Case("muon", f"--bf16 {_MUON}", world=1),
+    Case("muon_tp2", f"--bf16 {_MUON} {TP2}"),
+    Case("muon_tp2_pp2", f"--bf16 {_MUON} {TP2_PP2} --num-layers 4", world=4),
+    Case("muon_fp32", _MUON, world=1, model=GPT),
+    Case("muon_moe_ep2", f"--bf16 {_MUON} {GROUPED} {SHARED} {EP2}"),
+    Case("muon_mla", f"--bf16 {_MUON} --muon-no-split-qkv {_Q}", world=1, model=MLA),
+    Case("adam_fp32_pp2", f"{PP2} --num-layers 4"),
+    Case("sink_tp2_zero", f"{_ZERO} --softmax-type learnable {TP2}", world=4),
+    Case("uneven_pp2_zero", f"{_ZERO} {PP2} --num-layers 4 --decoder-first-pipeline-num-layers 1"),
+    Case("last_pp2", f"--bf16 {PP2} --num-layers 4 --decoder-last-pipeline-num-layers 1"),
+    Case("layout_pp2_vpp2_zero", f"{_ZERO} {PP2} --num-layers 5 --pipeline-model-parallel-layout Et|tt|t|tL", "core_v0.15.3"),
+    Case("account_pp2", f"--bf16 {PP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"),
+    Case("vpp2_zero", f"{_ZERO} {PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 {_BUCKETS}", world=4),
+    Case("gdn_tp2", f"--bf16 {GDN} {TP2}"),
+    Case("gdn_tp2_zero", f"{_ZERO} {GDN} {TP2}", world=4),
+    Case("dsa_tp2_zero", f"{_ZERO} {DSA} {TP2} {_SEQ}", world=4, model=MLA),
+    Case("precision_aware", f"{_ZERO} {PA}"),
+    Case("precision_aware_bf16", f"{_ZERO} {PA} --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"),
     # small copies of these are in tests/data/megatron
-    Case("legacy_te_moe_ep2_zero_bf16", f"{_ZERO}{_GROUPED}{_SHARED}{_BIAS}{_EP} 2{_SMALL}",
+    Case("legacy_te_moe_ep2_zero_bf16", f"{_ZERO} {GROUPED} {SHARED} {BIAS} {EP2} {_SMALL}",
         about="torch, ep 2, TransformerEngine's grouped experts, a shared one, expert bias, DistributedOptimizer"),
     Case("legacy_te_mla_mtp_pp2_zero_bf16",
-        f"{_ZERO} --q-lora-rank 12 --mtp-num-layers 1{_PP} 2{_SMALL} --num-layers 3" " --decoder-first-pipeline-num-layers 2",
-        model=_MLA,
+        f"{_ZERO} {_Q} {_MTP} 1 {PP2} {_SMALL} --num-layers 3 --decoder-first-pipeline-num-layers 2", model=MLA,
         about="torch, uneven pp 2, MLA and multi-token prediction with TransformerEngine's modules, DistributedOptimizer"),
-    Case("legacy_te_muon_bf16", f"--bf16{_MUON}{_SMALL}", world=1, about="torch, Muon with Adam beside it"),
-    Case("legacy_te_precision_aware_bf16", f"{_ZERO} --use-precision-aware-optimizer{_SMALL}",
+    Case("legacy_te_muon_bf16", f"--bf16 {_MUON} {_SMALL}", world=1, about="torch, Muon with Adam beside it"),
+    Case("legacy_te_precision_aware_bf16", f"{_ZERO} {PA} {_SMALL}",
         about="torch, dp 2, DistributedOptimizer, precision-aware: masters in two halves"),
-    Case("legacy_te_gdn_tp2_bf16", f"--bf16{_GDN}{_TP} 2{_SMALL} --num-layers 2 --num-attention-heads 4",
+    Case("legacy_te_gdn_tp2_bf16", f"--bf16 {GDN} {TP2} {_SMALL} --num-layers 2 --num-attention-heads 4",
         about="torch, tp 2, a gated delta net and gated attention with TransformerEngine's modules"),
-    Case("torch_dcp_te_bf16", _TORCH_FSDP + _SMALL, format="torch_dcp",
+)
+_TORCH_DCP = (
+    Case("torch_dcp_te_bf16", f"{_FSDP} {_SMALL}",
         about="torch's FSDP2 (torch_dcp) on 2 ranks, Float16OptimizerWithFloat16Params"),
-    Case("fsdp_dtensor_te_moe_ep2_bf16", f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2{_SMALL}", format="fsdp_dtensor",
+    Case("fsdp2", _FSDP),
+    Case("fsdp2_dp4_gpt2", _FSDP, world=4, model=f"{GPT} {UNTIED}"),
+    Case("fsdp2_fp32", "--use-torch-fsdp2 --global-batch-size 9", world=3),
+    Case("fsdp2_moe", f"{_FSDP} {GROUPED} {SHARED} {BIAS}"),
+    Case("fsdp2_mla", f"{_FSDP} {_Q}", model=MLA),
+    Case("fsdp2_mtp", f"{_FSDP} {_MTP} 1"),
+    Case("fsdp2_sgd", f"{_FSDP} {_SGD}"),
+)
+_FSDP_DTENSOR = (
+    Case("fsdp_dtensor_te_moe_ep2_bf16", f"{_MFSDP} {GROUPED} {SHARED} {EP2} {_SMALL}",
         about="Megatron-FSDP (fsdp_dtensor) on 2 ranks, ep 2, TransformerEngine's grouped experts, a shared one"),
-    *_of_versions(),
-    Case("fsdp2", _TORCH_FSDP, format="torch_dcp"),
-    Case("fsdp2_dp4_gpt2", _TORCH_FSDP, world=4, model=_GPT2 + _UNTIED, format="torch_dcp"),
-    Case("fsdp2_fp32", "--use-torch-fsdp2 --global-batch-size 9", world=3, format="torch_dcp"),
-    Case("fsdp2_moe", _TORCH_FSDP + _GROUPED + _SHARED + _BIAS, format="torch_dcp"),
-    Case("fsdp2_mla", _TORCH_FSDP + " --q-lora-rank 12", model=_MLA, format="torch_dcp"),
-    Case("fsdp2_mtp", _TORCH_FSDP + " --mtp-num-layers 1", format="torch_dcp"),
-    Case("fsdp2_sgd", _TORCH_FSDP + " --optimizer sgd", format="torch_dcp"),
-    Case("mfsdp", _MEGATRON_FSDP, format="fsdp_dtensor"),
-    Case("mfsdp_dp4", _MEGATRON_FSDP, world=4, format="fsdp_dtensor"),
-    Case("mfsdp_tied", _MEGATRON_FSDP, model=_TIED_LLAMA, format="fsdp_dtensor"),
-    Case("mfsdp_gpt2", _MEGATRON_FSDP + " --global-batch-size 9", world=3, model=_GPT2, format="fsdp_dtensor"),
-    Case("mfsdp_tp2", _MEGATRON_FSDP + _TP + " 2", world=4, format="fsdp_dtensor"),
-    Case("mfsdp_moe_ep2", f"{_MEGATRON_FSDP}{_GROUPED}{_SHARED}{_EP} 2", world=4, format="fsdp_dtensor"),
-    Case("mfsdp_moe_seq", f"{_MEGATRON_FSDP}{_MOE}{_SHARED}{_EP} 2", format="fsdp_dtensor"),
-    Case("mfsdp_mtp", _MEGATRON_FSDP + " --mtp-num-layers 1", format="fsdp_dtensor"),
-    Case("mfsdp_optim", f"{_ZERO} --use-megatron-fsdp --data-parallel-sharding-strategy optim", format="fsdp_dtensor"),
-    *_fsdp_of_versions(),
+    Case("mfsdp", _MFSDP),
+    Case("mfsdp_dp4", _MFSDP, world=4),
+    Case("mfsdp_tied", _MFSDP, model=TIED_LLAMA),
+    Case("mfsdp_gpt2", f"{_MFSDP} --global-batch-size 9", world=3, model=GPT),
+    Case("mfsdp_tp2", f"{_MFSDP} {TP2}", world=4),
+    Case("mfsdp_moe_tp2", f"{_MFSDP} {GROUPED} {SHARED} {parallel(2, etp=1)} {_SEQ}", world=4),
+    Case("mfsdp_moe_ep2", f"{_MFSDP} {GROUPED} {SHARED} {EP2}", world=4),
+    Case("mfsdp_moe_seq", f"{_MFSDP} {MOE} {SHARED} {EP2}"),
+    Case("mfsdp_mtp", f"{_MFSDP} {_MTP} 1"),
+    Case("mfsdp_optim", f"{_ZERO} {_SHARDED} optim"),
 )
 # fmt: on
+_FORMATS = {"torch": _TORCH, "torch_dcp": _TORCH_DCP, "fsdp_dtensor": _FSDP_DTENSOR}
+_EVERY = [replace(case, format=name) for name, cases in _FORMATS.items() for case in cases]
+CASES = {case.name: case for case in _EVERY}
 
 
 # --- one rank
 
 
-def work(case: Case, folder: Path) -> None:
+def work(case: Case, folder: Path, tag: str) -> None:
     """Train and save, in a process for each rank."""
     sys.path.append(sys.path.pop(0))  # this folder has files with names of packages
     megatron.install_cuda()
@@ -232,22 +190,10 @@ def work(case: Case, folder: Path) -> None:
         megatron.install_packages("fla", "causal_conv1d")
     sys.argv = ["megatron", *case.command_line, "--seed", "1234", "--save", f"{folder}/ckpt"]
     importlib.import_module("pretrain_gpt")
-    ranks.on_ranks(case.world, _RUNS[case.format](case, folder).run)
-
-
-def _random(shape: Any, *what: Any) -> Any:
-    """Normal numbers that follow from what they are for."""
-
-    digest = hashlib.sha256(repr(what).encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.randn(tuple(shape), generator=generator)
+    ranks.on_ranks(case.world, _RUNS[case.format](replace(case, tag=tag), folder).run)
 
 
 _LAYER = re.compile(r"(decoder\.layers\.\d+)\.(.+)")
-_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
 _TIED, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -297,11 +243,7 @@ class _Run:
     def global_name(self, local: str, numbers: dict[str, int]) -> str:
         name = local
         if layer := _LAYER.fullmatch(local):
-            inner = layer[2]
-            for fused, norm in _NORMS.items():
-                if inner.startswith(fused):
-                    inner = norm + inner.removeprefix(fused)
-            name = f"decoder.layers.{numbers[layer[1]]}.{inner}"
+            name = f"decoder.layers.{numbers[layer[1]]}.{megatron.in_local_layers(layer[2])}"
         first = self.first_expert()
         if expert := re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", name):
             return f"{expert[1]}{first + int(expert[2])}.{expert[3]}"
@@ -319,13 +261,13 @@ class _Run:
 
         with torch.no_grad():
             for parameter, name in self.parameters():
-                noise = _random(parameter.shape, "w", *self.identity(parameter, name)) * 0.05
+                noise = megatron.noise(parameter.shape, "w", *self.identity(parameter, name)) * 0.05
                 self.put(parameter, parameter, noise + (parameter.dim() == 1))
             for chunk in self.bare:
                 for module in chunk.modules():
                     getattr(module, "_maintain_float32_expert_bias", _nothing)()
             for name, buffer in self.named_buffers():
-                buffer.copy_(_random(buffer.shape, "b", name))
+                buffer.copy_(megatron.noise(buffer.shape, "b", name))
         if hasattr(self.optimizer, "reload_model_params"):
             self.optimizer.reload_model_params()
         for step in range(STEPS):
@@ -344,7 +286,8 @@ class _Run:
         for parameter, name in self.parameters():
             if not parameter.requires_grad:
                 continue
-            noise = _random(parameter.shape, "g", step, *self.identity(parameter, name)) * 0.1
+            what = "g", step, *self.identity(parameter, name)
+            noise = megatron.noise(parameter.shape, *what) * 0.1
             if hasattr(parameter, "main_grad"):
                 parameter.main_grad.copy_(noise.to(parameter.main_grad.dtype))
             else:
@@ -385,7 +328,7 @@ class _Run:
 
     def piece(self, parameter: Any, name: str) -> Piece:
         rank, ranks, split = self.place(parameter, name)
-        found = self.states(parameter)
+        found = megatron.live_states(self.optimizer, parameter)
         states = {state: (at, *megatron.array_of(tensor)) for state, at, tensor in found}
         if "param" not in states:
             states["param"] = (None, *megatron.array_of(parameter))
@@ -418,44 +361,6 @@ class _Run:
             Piece(name, 0, 1, None, (), tuple(b.shape), {"buffer": (None, *megatron.array_of(b))})
             for name, b in self.named_buffers()
         ]
-
-    def states(self, parameter: Any) -> Iterator[tuple[str, int | None, Any]]:
-        """The master and states that the optimizers have of a parameter."""
-        for optimizer in megatron.each_optimizer(self.optimizer):
-            if type(optimizer).__name__ == "DistributedOptimizer":
-                yield from self.distributed_states(optimizer, parameter)
-                continue
-            inner = optimizer.optimizer
-            own = [each for group in inner.param_groups for each in group["params"]]
-            for held in (getattr(parameter, "main_param", None), parameter):
-                if held is None or not any(held is each for each in own):
-                    continue
-                yield "param", None, held
-                yield from _named_states(inner.state.get(held, {}), None)
-                yield from _step_of(inner, held)
-                break
-
-    def distributed_states(
-        self, optimizer: Any, parameter: Any
-    ) -> Iterator[tuple[str, int | None, Any]]:
-
-        if parameter not in optimizer.model_param_gbuf_map:
-            return
-        try:
-            start = optimizer._get_model_param_range_map(parameter)["param"].start
-        except KeyError:
-            return  # the rank has nothing of it
-        group, place = optimizer.model_param_group_index_map[parameter]
-        held = optimizer.optimizer.param_groups[group]["params"][place]
-        inner = optimizer.optimizer
-        if getattr(optimizer.config, "use_precision_aware_optimizer", False):
-            states = optimizer._get_main_param_and_optimizer_states(parameter)
-        else:
-            states = dict(inner.state[held])
-        master = states.pop("param", held)
-        yield "param", start, inner.exact[held] if master.dtype == torch.int16 else master
-        yield from _named_states(states, start)
-        yield from _step_of(inner, held)
 
     # -- files
 
@@ -503,13 +408,13 @@ class _MegatronFsdp(_Run):
         with torch.no_grad():
             for parameter, name in self.parameters():
                 own = self.identity(parameter.orig_param, name)
-                noise = _random(parameter.orig_param.shape, "w", *own) * 0.05
+                noise = megatron.noise(parameter.orig_param.shape, "w", *own) * 0.05
                 self.put(parameter, parameter, noise + (parameter.dim() == 1))
         for step in range(STEPS):
             for parameter, name in self.parameters():
                 own = self.identity(parameter.orig_param, name)
                 parameter.grad = torch.zeros_like(parameter)
-                noise = _random(parameter.orig_param.shape, "g", step, *own) * 0.1
+                noise = megatron.noise(parameter.orig_param.shape, "g", step, *own) * 0.1
                 self.put(parameter.grad, parameter, noise)
             for optimizer in megatron.each_optimizer(self.optimizer):
                 optimizer.optimizer.step()
@@ -526,10 +431,10 @@ class _MegatronFsdp(_Run):
         states = {"param": (start, *megatron.array_of(parameter.to_local()))}
         for optimizer in megatron.each_optimizer(self.optimizer):
             inner = optimizer.optimizer
-            for state, at, tensor in _named_states(inner.state.get(parameter, {}), start):
+            for state, at, tensor in megatron.named_states(inner.state.get(parameter, {}), start):
                 own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
                 states[state] = at, *megatron.array_of(own)
-            for state, _, tensor in _step_of(inner, parameter):
+            for state, _, tensor in megatron.step_of(inner, parameter):
                 states[state] = None, *megatron.array_of(tensor)
         shape = tuple(whole.shape)
         return Piece(name, rank, ranks, split, self.sections(name, shape[0]), shape, states)
@@ -549,20 +454,6 @@ def _layer_numbers(chunk: Any) -> dict[str, int]:
     layer = re.compile(r"decoder\.layers\.\d+")
     modules = [(n, module) for n, module in chunk.named_modules() if layer.fullmatch(n)]
     return {name: module.layer_number - 1 for name, module in modules}
-
-
-def _named_states(states: Any, start: int | None) -> Iterator[tuple[str, int | None, Any]]:
-
-    for name, value in states.items():
-        if torch.is_tensor(value):
-            yield name, None if name == "step" else start, value
-
-
-def _step_of(inner: Any, held: Any) -> Iterator[tuple[str, int | None, Any]]:
-
-    for group in inner.param_groups:
-        if any(held is each for each in group["params"]) and isinstance(group.get("step"), int):
-            yield "step", None, torch.tensor(group["step"], dtype=torch.int32)
 
 
 def joined(pieces: list[Piece]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -629,7 +520,6 @@ def _write_case(
     case: Case, folder: Path, padded: int, truth: dict[str, Any], dtypes: dict[str, str]
 ) -> None:
 
-    np.savez_compressed(folder / "truth.npz", **truth)
     facts = {
         "about": case.about or f"{case.format}: {case.options.strip()}",
         "model": {"vocab_size": VOCAB, "padded_vocab_size": padded},
@@ -640,32 +530,12 @@ def _write_case(
         "options": {"sizes": {"vocab": VOCAB}},
         "dtypes": dtypes,
     }
-    (folder / "case.json").write_text(json.dumps(facts, indent=1) + "\n")
+    writing.write_case(folder, truth, facts)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--source", type=Path, required=True, help="Megatron-LM's source by tag")
-    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
-    parser.add_argument("--case", help=argparse.SUPPRESS)  # in a process of its own
-    options = parser.parse_args()
-    out, newest = options.out.resolve(), ranks.newest(options.source)
-    by_name = {case.name: replace(case, tag=case.tag or newest) for case in CASES}
-    if options.case:
-        work(by_name[options.case], out / options.case)
-    failed = []
-    for name in ranks.chosen(by_name, options.only):
-        case = by_name[name]
-        source = options.source.resolve()
-        arguments = [Path(__file__).resolve(), out, "--source", source, "--case", name]
-        devices = "1" if case.format == "torch" else "8"
-        if (source / case.tag).is_dir() and not ranks.write_case(
-            out / name, arguments, source / case.tag, CUDA_DEVICE_MAX_CONNECTIONS=devices
-        ):
-            failed.append(name)
-    return 1 if failed else 0
+def devices(case: Case) -> str:
+    return "1" if case.format == "torch" else "8"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(megatron_cases.main(__file__, __doc__, CASES, work, devices))

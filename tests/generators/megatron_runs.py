@@ -28,21 +28,12 @@ import megatron_stand_ins as megatron
 import ranks
 import torch
 import torch.distributed as dist
+from megatron_cases import ALWAYS, GATHER, LLAMA, STEPS, parallel
 
 HERE = Path(__file__).resolve()
-STEPS = 3
-BASE = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 24 --num-attention-heads 4
---group-query-attention --num-query-groups 2 --seq-length 16 --max-position-embeddings 16
---swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
---untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 8 --lr 0.01
---min-lr 0.001 --train-iters 100 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1
---clip-grad 1.0 --adam-beta2 0.95 --tokenizer-type NullTokenizer --vocab-size 111
---make-vocab-size-divisible-by 8 --distributed-backend gloo --no-gradient-accumulation-fusion
---no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
---no-rope-fusion --no-persist-layer-norm --save-interval 1000 --ckpt-format torch_dist
---attention-dropout 0 --hidden-dropout 0 --transformer-impl local --seed 1234"""
-MOE = """--num-experts 4 --moe-ffn-hidden-size 12 --moe-router-topk 2
---moe-token-dispatcher-type allgather"""
+BASE = f"""{ALWAYS} {LLAMA} --num-layers 2 --hidden-size 32 --ffn-hidden-size 24 --min-lr 0.001
+--lr-decay-style cosine --lr-warmup-iters 2 --vocab-size 111 --save-interval 1000
+--ckpt-format torch_dist --transformer-impl local --seed 1234"""
 ZERO = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 QK = "--qk-layernorm"
 LLAMA, QWEN3 = "megatron-llama-to-hf", "megatron-qwen3-to-hf,hf-qwen3-to-maxtext"
@@ -54,9 +45,9 @@ RUNS = {
     "bf16_zero": (f"--bf16 {ZERO}", (2, 2, 1, 4), LLAMA),
     "qwen3": (QK, (2, 2, 1, 4), QWEN3),
     "qwen3_bf16_zero": (f"--bf16 {QK} {ZERO}", (2, 2, 1, 4), QWEN3),
-    "mixtral": (MOE, (1, 2, 2, 4), "megatron-mixtral-to-hf"),
-    "qwen3_moe": (f"{MOE} {QK}", (1, 2, 2, 4), QWEN3_MOE),
-    "qwen3_moe_bf16_zero": (f"--bf16 {MOE} {QK} {ZERO}", (1, 2, 2, 4), QWEN3_MOE),
+    "mixtral": (GATHER, (1, 2, 2, 4), "megatron-mixtral-to-hf"),
+    "qwen3_moe": (f"{GATHER} {QK}", (1, 2, 2, 4), QWEN3_MOE),
+    "qwen3_moe_bf16_zero": (f"--bf16 {GATHER} {QK} {ZERO}", (1, 2, 2, 4), QWEN3_MOE),
 }
 
 
@@ -104,7 +95,7 @@ def _go_on(options) -> None:
     """Six steps of Megatron from the checkpoints of `next_` cases, and three from those of JAX."""
     options.folder.mkdir(parents=True, exist_ok=True)
     for exported in sorted(options.jax.resolve().iterdir()):
-        case = next(one for one in megatron_core.CASES if one.name == f"next_{exported.name}")
+        case = megatron_core.CASES[f"next_{exported.name}"]
         own = HERE.parents[1] / "data" / "megatron_next" / exported.name / "ckpt"
         sizes = {"layers": case.layers, "hidden": case.hidden, "ffn": case.ffn}
         argv = megatron_core.BASE.format(**sizes, seed=case.seed, tokens=case.vocab - 1)
@@ -118,9 +109,7 @@ def _go_on(options) -> None:
 
 def _start(options, what, argv, degrees, **more):
     tp, pp, ep, world = degrees
-    for kind, n in (("tensor-model", tp), ("pipeline-model", pp), ("expert-model", ep)):
-        argv += f" --{kind}-parallel-size {n}"
-    return _launch(options, what, f"{BASE} {argv}", world, **more)
+    return _launch(options, what, f"{BASE} {argv} {parallel(tp, pp, ep)}", world, **more)
 
 
 def _launch(options, what, argv, world, save=None, load=None, first=STEPS, more=STEPS):

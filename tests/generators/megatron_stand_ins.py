@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -18,10 +19,12 @@ import inspect
 import sys
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy
 import torch
+import writing
 
 _CPU = torch.device("cpu")
 _TE_VERSION = "2.9.0"
@@ -607,11 +610,81 @@ def each_optimizer(optimizer: Any) -> list[Any]:
 
 def array_of(tensor: torch.Tensor) -> tuple[str, Any]:
     """The name of its dtype, and its elements; those that numpy lacks as unsigned bits."""
-    tensor = tensor.detach()
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    name = str(tensor.dtype).removeprefix("torch.")
-    bits = {1: torch.uint8, 2: torch.int16}
-    if name == "bfloat16" or name.startswith("float8"):
-        tensor = tensor.contiguous().view(bits[tensor.element_size()])
-    array = tensor.contiguous().numpy().copy()
-    return name, array.view("uint16") if name == "bfloat16" else array
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    array, name = writing.bits(whole)
+    return name, array
+
+
+def noise(shape: Any, *what: Any) -> torch.Tensor:
+    """Normal numbers that follow from what they are for."""
+    digest = hashlib.sha256(repr(what).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def in_local_layers(name: str) -> str:
+    """The name in a layer where norms are modules, for one where linear layers have them."""
+    for fused, norm in _NORMS.items():
+        if name.startswith(fused):
+            return norm + name.removeprefix(fused)
+    return name
+
+
+States = Iterator[tuple[str, int | None, Any]]
+
+
+def live_states(chain: Any, parameter: Any) -> States:
+    """The master and states that optimizers have of a parameter, and the first of its elements that
+    the rank has of them; None, where it has all.
+    """
+    for optimizer in each_optimizer(chain):
+        if type(optimizer).__name__ == "DistributedOptimizer":
+            yield from _distributed_states(optimizer, parameter)
+            continue
+        inner = optimizer.optimizer
+        own = [each for group in inner.param_groups for each in group["params"]]
+        for held in (getattr(parameter, "main_param", None), parameter):
+            if held is None or not any(held is each for each in own):
+                continue
+            yield "param", None, held
+            yield from named_states(inner.state.get(held, {}), None)
+            yield from step_of(inner, held)
+            break
+
+
+def _distributed_states(optimizer: Any, parameter: Any) -> States:
+    if parameter not in optimizer.model_param_gbuf_map:
+        return
+    try:
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+    except KeyError:
+        return  # the rank has nothing of it
+    group, place = optimizer.model_param_group_index_map[parameter]
+    inner = optimizer.optimizer
+    held = inner.param_groups[group]["params"][place]
+    if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+        states = optimizer._get_main_param_and_optimizer_states(parameter)
+    else:
+        states = dict(inner.state[held])
+    master = states.pop("param", held)
+    yield "param", start, getattr(inner, "exact", {}).get(held, master)
+    yield from named_states(states, start)
+    yield from step_of(inner, held)
+
+
+def named_states(states: Any, start: int | None) -> States:
+    for name, value in states.items():
+        if torch.is_tensor(value):
+            yield name, None if name == "step" else start, value
+
+
+def step_of(inner: Any, held: Any) -> States:
+    for group in inner.param_groups:
+        if any(held is each for each in group["params"]) and isinstance(group.get("step"), int):
+            yield "step", None, torch.tensor(group["step"], dtype=torch.int32)

@@ -1,6 +1,6 @@
 """Checkpoints that Orbax and Flax write, with the state of the process that wrote them.
 
-`python tests/generators/orbax.py OUT [--only CASE] [--seed N]`, by a Python that has orbax-checkpoint, flax and optax:
+`python tests/generators/orbax.py OUT [--only PART ...] [--seed N]`, by a Python that has orbax-checkpoint, flax and optax:
 any versions from orbax 0.5 and flax 0.8. Each case is `OUT/<case>/ckpt`, `truth.npz` (arrays by label) and `case.json`.
 What the installed versions do not have is left out, and said.
 
@@ -12,7 +12,6 @@ make: `_get_spec` and `Checkpointer.save` of `t5x/checkpoints.py` (google-resear
 `PaxCheckpointHandler` and `_extract_nested_prefix_names` of `paxml/checkpoints.py` (google/paxml, main).
 """
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -22,6 +21,8 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+
+import writing
 
 sys.path.pop(0)  # this folder, in which `orbax` is this file
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -152,13 +153,6 @@ def values(seed: int) -> dict:
 # Truth
 
 
-def bits(value) -> np.ndarray:
-    array = np.asarray(value)
-    if array.dtype.isbuiltin != 1:
-        return array.view(f"u{array.dtype.itemsize}")
-    return array
-
-
 def leaves_of(tree, path=()):
     """Labels and leaves as a checkpoint has them: nodes with fields are dicts, sequences by place."""
     fields = getattr(tree, "_fields", None)
@@ -186,22 +180,14 @@ def record(case: Path, tree, options: dict, more: dict) -> None:
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             mesh = leaf.sharding.mesh
             shardings[label] = [list(mesh.axis_names), list(mesh.devices.shape)]
-        array = np.asarray(leaf)
-        arrays[label], dtypes[label] = bits(array), array.dtype.name
-    np.savez(case / "truth.npz", **arrays)
+        arrays[label] = np.asarray(leaf)
+        dtypes[label] = arrays[label].dtype.name
     writer = {package: importlib.metadata.version(package) for package in PACKAGES}
     writer["orbax-checkpoint"] = getattr(ocp, "__version__", writer["orbax-checkpoint"])
-    versions = ", ".join(f"{package} {writer[package]}" for package in PACKAGES[:2])
-    about = {
-        "about": f"{case.name.replace('_', ' ')} of {versions}",
-        "writer": writer,
-        "options": options,
-        "dtypes": dtypes,
-        "others": others,
-        "shardings": shardings,
-        **more,
-    }
-    (case / "case.json").write_text(json.dumps(about, indent=1))
+    named = ", ".join(f"{package} {writer[package]}" for package in PACKAGES[:2])
+    about = {"about": f"{case.name.replace('_', ' ')} of {named}", "writer": writer}
+    about |= {"options": options, "dtypes": dtypes, "others": others, "shardings": shardings}
+    writing.write_case(case, arrays, about | more)
 
 
 # Cases: each writes OUT/<case>/ckpt and returns the tree, options to open it with, and further facts
@@ -262,31 +248,32 @@ def _(path, seed):
     return tree, {}, {}
 
 
+def managed(path, steps, how=ocp.args.StandardSave, metrics=None, **options):
+    """A manager's steps, each of which has the trees, or items by name, that it is given."""
+    with ocp.CheckpointManager(path, **options) as manager:
+        for step, tree in steps.items():
+            args = ocp.args.Composite(**tree) if how is None else how(tree)
+            manager.save(step, args=args, metrics=metrics)
+        manager.wait_until_finished()
+
+
 @case("manager")
 def _(path, seed):
-    with ocp.CheckpointManager(path) as manager:
-        for step in (1, 10, 2 + 9):
-            tree = trained(seed + step)
-            manager.save(step, args=ocp.args.StandardSave(tree))
-        manager.wait_until_finished()
-    return tree, {}, {}
+    steps = {step: trained(seed + step) for step in (1, 10, 11)}
+    managed(path, steps)
+    return steps[11], {}, {}
 
 
 @case("manager_step")
 def _(path, seed):
     options = ocp.CheckpointManagerOptions(step_prefix="run", step_format_fixed_length=6)
-    with ocp.CheckpointManager(path, options=options) as manager:
-        trees = {}
-        for step in (5, 300):
-            trees[step] = trained(seed + step)
-            manager.save(step, args=ocp.args.PyTreeSave(trees[step]), metrics={"loss": 1.5})
-        manager.wait_until_finished()
-    return trees[5], {"step": 5}, {}
+    steps = {step: trained(seed + step) for step in (5, 300)}
+    managed(path, steps, ocp.args.PyTreeSave, {"loss": 1.5}, options=options)
+    return steps[5], {"step": 5}, {}
 
 
 @case("manager_legacy")
 def _(path, seed):
-    tree = trained(seed)
     manager = ocp.CheckpointManager(path, ocp.PyTreeCheckpointer())
     for step in (2, 7):
         tree = trained(seed + step)
@@ -297,25 +284,17 @@ def _(path, seed):
 @case("manager_items")
 def _(path, seed):
     tree, config = trained(seed), {"layers": 2, "name": "tiny"}
-    with ocp.CheckpointManager(path, item_names=("state", "config")) as manager:
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(config)
-        )
-        manager.save(3, args=args)
-        manager.wait_until_finished()
+    items = {"state": ocp.args.StandardSave(tree), "config": ocp.args.JsonSave(config)}
+    managed(path, {3: items}, how=None, item_names=tuple(items))
     return tree, {}, {"extras": {"config": config}}
 
 
 @case("manager_two_trees")
 def _(path, seed):
     tree = trained(seed)
-    with ocp.CheckpointManager(path, item_names=("params", "opt")) as manager:
-        args = {
-            "params": ocp.args.PyTreeSave(tree.params),
-            "opt": ocp.args.PyTreeSave(tree.opt_state),
-        }
-        manager.save(3, args=ocp.args.Composite(**args))
-        manager.wait_until_finished()
+    items = {"params": tree.params, "opt": tree.opt_state}
+    items = {name: ocp.args.PyTreeSave(item) for name, item in items.items()}
+    managed(path, {3: items}, how=None, item_names=tuple(items))
     return tree.params, {"model": "params"}, {}
 
 
@@ -323,11 +302,9 @@ def _(path, seed):
 def _(path, seed):
     tree = trained(seed)
     key = jax.random.key(seed) if hasattr(jax.random, "key") else jax.random.PRNGKey(seed)
-    with ocp.CheckpointManager(path, item_names=("state", "rng", "count")) as manager:
-        args = {"state": ocp.args.PyTreeSave(tree), "rng": ocp.args.JaxRandomKeySave(key)}
-        args["count"] = ocp.args.ArraySave(jnp.arange(5))
-        manager.save(3, args=ocp.args.Composite(**args))
-        manager.wait_until_finished()
+    items = {"state": ocp.args.PyTreeSave(tree), "rng": ocp.args.JaxRandomKeySave(key)}
+    items["count"] = ocp.args.ArraySave(jnp.arange(5))
+    managed(path, {3: items}, how=None, item_names=tuple(items))
     return tree, {}, {}
 
 
@@ -390,11 +367,15 @@ def v1():
     return module
 
 
+def saves(by):
+    """The function of v1, or the method of its checkpointer, that saves a tree."""
+    return getattr(by, "save", None) or by.save_pytree
+
+
 @case("v1_pytree", since=(0, 11, 15))
 def _(path, seed):
     tree = trained(seed)
-    save = getattr(v1(), "save", None) or v1().save_pytree
-    save(path, tree)
+    saves(v1())(path, tree)
     return tree, {}, {}
 
 
@@ -404,8 +385,7 @@ def _(path, seed):
     for name in ("optax", "empty", "nothing"):
         tree.pop(name)
     tree["numpy"].pop("scalar")
-    save = getattr(v1(), "save", None) or v1().save_pytree
-    save(path, tree)
+    saves(v1())(path, tree)
     return tree, {}, {}
 
 
@@ -414,8 +394,7 @@ def _(path, seed):
     with v1().training.Checkpointer(path) as checkpointer:
         for step in (1, 2, 10):
             tree = trained(seed + step)
-            save = getattr(checkpointer, "save", None) or checkpointer.save_pytree
-            save(step, tree, metrics={"loss": 0.5})
+            saves(checkpointer)(step, tree, metrics={"loss": 0.5})
     return tree, {}, {}
 
 
@@ -470,14 +449,11 @@ def _(path, seed):
 @case("manager_unfinished")
 def _(path, seed):
     """Two finished steps, and what a killed save leaves: a folder with a suffix."""
-    with ocp.CheckpointManager(path) as manager:
-        for step in (1, 2):
-            tree = trained(seed + step)
-            manager.save(step, args=ocp.args.StandardSave(tree))
-        manager.wait_until_finished()
+    steps = {step: trained(seed + step) for step in (1, 2)}
+    managed(path, steps)
     shutil.copytree(path / "2", path / "3.orbax-checkpoint-tmp-17")
     (path / "4.orbax-checkpoint-tmp" / "default").mkdir(parents=True)
-    return tree, {}, {}
+    return steps[2], {}, {}
 
 
 # Several processes
@@ -514,9 +490,7 @@ def process(path, seed, how, n, port, rank):
 
     tree = jax.tree_util.tree_map(everywhere, mine)
     if how == "manager":
-        with ocp.CheckpointManager(path) as manager:
-            manager.save(4, args=ocp.args.StandardSave(tree))
-            manager.wait_until_finished()
+        managed(path, {4: tree})
     else:
         merged = ocp.PyTreeCheckpointHandler(use_ocdbt=how != "folders")
         if how == "unmerged":
@@ -537,23 +511,21 @@ for how in ("ocdbt", "folders", "manager", "unmerged"):
 # Flax
 
 
-@case("flax_msgpack")
-def _(path, seed):
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    for step in (1, 9, 10):
-        tree = trained(seed + step)
+def by_flax(path, seed, with_orbax):
+    """The trees of the steps of a run that Flax keeps."""
+    flax.config.update("flax_use_orbax_checkpointing", with_orbax)
+    trees = {step: trained(seed + step) for step in (1, 9, 10)}
+    for step, tree in trees.items():
         flax_checkpoints.save_checkpoint(path, tree, step, keep=5)
-    return flax.serialization.to_state_dict(tree), {}, {}
+    return trees
 
 
-@case("flax_msgpack_step")
-def _(path, seed):
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    trees = {}
-    for step in (1, 9, 10):
-        trees[step] = trained(seed + step)
-        flax_checkpoints.save_checkpoint(path, trees[step], step, keep=5)
-    return flax.serialization.to_state_dict(trees[9]), {"step": 9}, {}
+for ends, step, said in (("", 10, {}), ("_step", 9, {"step": 9})):
+
+    @case(f"flax_msgpack{ends}")
+    def _(path, seed, step=step, said=said):
+        tree = by_flax(path, seed, with_orbax=False)[step]
+        return flax.serialization.to_state_dict(tree), said, {}
 
 
 @case("flax_msgpack_file")
@@ -564,8 +536,7 @@ def _(path, seed):
         "big": 1 << 63,
         "c64": np.asarray([2j], np.complex64),
     }
-    for name in ("int4",):
-        tree["jax"].pop(name)
+    tree["jax"].pop("int4")
     tree = flax.serialization.to_state_dict(tree)
     path.write_bytes(flax.serialization.to_bytes(tree))
     return tree, {}, {}
@@ -583,14 +554,23 @@ def _(path, seed):
 
 @case("flax_orbax")
 def _(path, seed):
-    flax.config.update("flax_use_orbax_checkpointing", True)
-    for step in (1, 9, 10):
-        tree = trained(seed + step)
-        flax_checkpoints.save_checkpoint(path, tree, step, keep=5)
-    return tree, {}, {}
+    return by_flax(path, seed, with_orbax=True)[10], {}, {}
 
 
 # T5X and Paxml, from their sources
+
+
+def zarr_spec(path, leaf):
+    about = {"compressor": {"id": "gzip"}, "shape": leaf.shape, "chunks": np.array(leaf.shape)}
+    place = {"driver": "file", "path": path}
+    return {"driver": "zarr", "dtype": leaf.dtype.name, "kvstore": place, "metadata": about}
+
+
+def by_zarr(path, leaf):
+    import tensorstore as ts
+
+    opened = ts.open(zarr_spec(path, leaf), create=True, open=True).result()
+    opened.write(np.asarray(leaf)).result()
 
 
 @case("t5x")
@@ -610,13 +590,9 @@ def _(path, seed):
         name = "/".join(str(k.key) for k in keys)
         if np.size(leaf) < 2 or name.endswith("v_row"):
             return np.asarray(leaf) if name != "state/step" else leaf
-        about = {"compressor": {"id": "gzip"}, "shape": leaf.shape, "chunks": np.array(leaf.shape)}
-        place = {"driver": "file", "path": name.replace("/", ".")}
-        spec = {"driver": "zarr", "dtype": leaf.dtype.name, "kvstore": place, "metadata": about}
-        stored = ts.Spec(spec).to_json()
-        opened = {**stored, "kvstore": {"driver": "file", "path": f"{folder}/{place['path']}"}}
-        ts.open(opened, create=True, open=True).result().write(np.asarray(leaf)).result()
-        return ts.Spec(spec)
+        at = name.replace("/", ".")
+        by_zarr(f"{folder}/{at}", leaf)
+        return ts.Spec(zarr_spec(at, leaf))
 
     as_json = {
         "ty_to_state_dict": lambda spec: spec.to_json(),
@@ -633,8 +609,6 @@ def _(path, seed):
 
 @case("paxml")
 def _(path, seed):
-    import tensorstore as ts
-
     state = trained(seed)
     tree = {"step": np.asarray(3, np.uint32)}
     tree |= {f"mdl_vars.params.lm.{k}.w": v for k, v in state.params["layers_0"].items()}
@@ -645,14 +619,7 @@ def _(path, seed):
     tree["opt_states_0.no_prefix_1.count"] = adam.count
     folder = path / "checkpoint_00000003"
     for name, leaf in tree.items():
-        place = {"driver": "file", "path": f"{folder}/state/{name}"}
-        about = {
-            "compressor": {"id": "gzip"},
-            "shape": leaf.shape,
-            "chunks": np.array(leaf.shape) // 1,
-        }
-        spec = {"driver": "zarr", "dtype": leaf.dtype.name, "kvstore": place, "metadata": about}
-        ts.open(spec, create=True, open=True).result().write(np.asarray(leaf)).result()
+        by_zarr(f"{folder}/state/{name}", leaf)
     about = {"version": 1.1, "train_state_metadata": {"step": {"_array_metadata_tag": True}}}
     (folder / "metadata").mkdir()
     (folder / "metadata" / "metadata").write_text(json.dumps(about))
@@ -672,27 +639,17 @@ def _(path, seed):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", action="append", help="a case; may be said again")
+    parser = writing.arguments(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    for name in given.only or CASES:
-        folder = given.out.resolve() / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        try:
-            tree, options, more = CASES[name](folder / "ckpt", given.seed)
-        except Exception as error:
-            first = next(iter(str(error).splitlines()), "")
-            print(f"{name}: not written: {type(error).__name__}: {first[:200]}")
-            shutil.rmtree(folder)
-            continue
-        if tree is not None:
+
+    def write(name: str, folder: Path) -> None:
+        tree, options, more = CASES[name](folder / "ckpt", given.seed)
+        if tree is not None:  # else a process of several has recorded it
             record(folder, tree, options, more)
-        elif options or more:
-            raise AssertionError(name)
+
+    writing.write_each(writing.chosen(CASES, given.only), given.out, write)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Adapters of peft, their bases, and what `merge_and_unload` makes of them.
 
-    python tests/generators/peft.py OUT [--only CASE]
+    python tests/generators/peft.py OUT [--only PART ...]
 
 Run by a Python that has torch, transformers and peft. `OUT/<case>/base` is the model's folder,
 `adapter` (and `second`) what peft saved, `merged.npz` the tensors of the merged model as
@@ -9,51 +9,41 @@ the embedding and is changed, what peft's layers hold of each. Of a case without
 `merged.npz` peft merges nothing that is an adapter's sum. `case.json` has the versions.
 """
 
-import argparse
 import copy
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# beside this file, which is called as the library is, others are imported by their own names
-sys.path = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
+import writing
+from tiny_models import COMMON as OF_ALL
+from tiny_models import TINY
 
-import numpy as np  # noqa: E402
-import peft  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from safetensors.numpy import save_file  # noqa: E402
+# beside this file, which is called as the library is, others are imported by their own names
+sys.path.remove(str(Path(__file__).parent))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import peft
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 CASES: dict[str, Callable[[Path], None]] = {}
-COMMON = dict(vocab_size=40, num_hidden_layers=2, max_position_embeddings=32, bos_token_id=1,
-              eos_token_id=2, pad_token_id=0)  # fmt: skip
-TINY: dict[str, dict[str, Any]] = {
-    "llama": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2),
-    "qwen2": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2),
-    "gpt2": dict(n_embd=16, n_head=4, n_layer=2, n_positions=32),
-    "gpt_oss": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
-                    num_key_value_heads=2, head_dim=4, num_local_experts=4),
-    "gpt_neox": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4),
-    "mixtral": dict(hidden_size=16, intermediate_size=12, num_attention_heads=4,
-                    num_key_value_heads=2, num_local_experts=4),
-    "qwen3_moe": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
-                      num_key_value_heads=2, head_dim=4, num_experts=4, num_experts_per_tok=2,
-                      moe_intermediate_size=12, mlp_only_layers=[0]),
-    "phimoe": dict(hidden_size=16, intermediate_size=12, num_attention_heads=4,
-                   num_key_value_heads=2, num_local_experts=4),
-    "granitemoe": dict(hidden_size=16, intermediate_size=12, num_attention_heads=4,
-                       num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
-    "olmoe": dict(hidden_size=16, intermediate_size=8, num_attention_heads=4,
-                  num_key_value_heads=2, num_experts=4, num_experts_per_tok=2),
-    "vit": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, image_size=8,
-                patch_size=4),
+COMMON = {**OF_ALL, "vocab_size": 40}
+del COMMON["decoder_start_token_id"]
+FEW = dict(num_experts=4, num_experts_per_tok=2)
+LOCAL = TINY["mixtral"] | dict(intermediate_size=12)
+TINY |= {
+    "mixtral": LOCAL, "phimoe": LOCAL,
+    "qwen3_moe": TINY["llama"] | FEW | dict(head_dim=4, moe_intermediate_size=12, mlp_only_layers=[0]),
+    "granitemoe": LOCAL | dict(num_experts_per_tok=2),
+    "olmoe": TINY["llama"] | FEW | dict(intermediate_size=8),
+    "vit": TINY["bert"] | dict(image_size=8, patch_size=4),
 }  # fmt: skip
 _TEXT = COMMON | TINY["llama"]
 TINY["llava"] = dict(
@@ -303,26 +293,15 @@ for kind, options in {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", help="the cases whose names begin so")
-    said = parser.parse_args()
-    writers = {name: version(name) for name in ("torch", "transformers", "peft")}
-    for name, write in CASES.items():
-        if said.only and not name.startswith(said.only):
-            continue
-        out = said.out / name
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        try:
-            write(out)
-        except Exception as error:  # a writer of another release may lack what the case needs
-            print(f"{name}: not written: {type(error).__name__}: {error}"[:300])
-            shutil.rmtree(out)
-            continue
-        if not (out / "case.json").exists():
-            (out / "case.json").write_text(json.dumps({"writer": writers}, indent=1))
-        print(name)
+    given = writing.arguments(__doc__).parse_args()
+    writers = writing.versions("torch", "transformers", "peft")
+
+    def write(name: str, folder: Path) -> None:
+        CASES[name](folder)
+        if not (folder / "case.json").exists():
+            (folder / "case.json").write_text(json.dumps({"writer": writers}, indent=1))
+
+    writing.write_each(writing.chosen(CASES, given.only), given.out, write)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes checkpoints of quantised weights with the libraries that people use, and beside each what
 those libraries dequantise it to.
 
-    python tests/generators/quantized.py OUT [NAME ...]
+    python tests/generators/quantized.py OUT [--only PART ...]
 
 OUT/<case>/ckpt is the checkpoint, OUT/<case>/truth.npz has `param/<name>` for every tensor of the
 model (bfloat16 as its bits in uint16), OUT/<case>/case.json says who wrote it and with which options
@@ -12,11 +12,9 @@ bitsandbytes, gptqmodel, autoawq, nvidia-modelopt and mlx; what is not installed
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import shutil
 import sys
-import traceback
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import writing
 from safetensors.torch import load_file, save_file
 
 Truth = Mapping[str, torch.Tensor]
@@ -37,35 +36,29 @@ def add(
     CASES[name] = (lambda folder: make(folder, *args, **sizes)), ["transformers", *packages.split()]
 
 
-def versions(packages: list[str]) -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ["torch", *packages]}
-
-
-def write(out: Path, name: str) -> None:
-    folder = out / name
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "ckpt").mkdir(parents=True)
+def write(name: str, folder: Path) -> None:
+    (folder / "ckpt").mkdir()
     torch.manual_seed(sum(name.encode()))
-    try:
-        make, packages = CASES[name]
-        truth = make(folder / "ckpt")
-    except ImportError as error:
-        shutil.rmtree(folder)
-        print(f"{name}: left out, {error}", file=sys.stderr)
-        return
-    arrays = {}
-    for key, tensor in truth.items():
-        tensor = tensor.detach().contiguous()
-        is_bfloat16 = tensor.dtype == torch.bfloat16
-        arrays[f"param/{key}"] = (tensor.view(torch.uint16) if is_bfloat16 else tensor).numpy()
+    make, packages = CASES[name]
+    truth = make(folder / "ckpt")
     quantized = next(tensor for key, tensor in truth.items() if "_proj" in key or ".w1." in key)
-    dequantize = str(quantized.dtype).removeprefix("torch.")
-    np.savez_compressed(folder / "truth.npz", **arrays)
-    dtypes = {key: "bfloat16" for key, array in arrays.items() if array.dtype == np.uint16}
-    options = {"dequantize": dequantize}
-    said = {"writer": versions(packages), "options": options, "dtypes": dtypes}
-    (folder / "case.json").write_text(json.dumps(said, indent=1) + "\n")
-    print(f"{name}: {len(arrays)} tensors, {dequantize}")
+    options = {"dequantize": str(quantized.dtype).removeprefix("torch.")}
+    about = {"writer": writing.versions("torch", *packages), "options": options}
+    writing.write_case(folder, {f"param/{key}": tensor for key, tensor in truth.items()}, about)
+
+
+def saved_model(folder: Path, model: Any) -> Path:
+    """The folder of a model, beside that of a case."""
+    source = folder.parent / "source"
+    model.save_pretrained(source)
+    return source
+
+
+def only_weights(folder: Path) -> None:
+    """Leave out what is neither the weights nor their config."""
+    for file in folder.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
 
 
 def tiny_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Path:
@@ -77,9 +70,7 @@ def tiny_llama(folder: Path, dtype: torch.dtype = torch.bfloat16, **sizes: int) 
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
     }  # fmt: skip
     model = LlamaForCausalLM(LlamaConfig(**usual | sizes)).to(dtype)
-    source = folder.parent / "source"
-    model.save_pretrained(source)
-    return source
+    return saved_model(folder, model)
 
 
 def coded(
@@ -144,8 +135,7 @@ def _fp8_experts(folder: Path) -> Truth:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     experts = {"num_experts": 3, "num_experts_per_tok": 2}
     config = Qwen3MoeConfig(vocab_size=16, num_hidden_layers=1, **sizes, **heads, **experts)
-    source = folder.parent / "source"
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
+    source = saved_model(folder, Qwen3MoeForCausalLM(config).to(torch.bfloat16))
     settings = FineGrainedFP8Config(weight_block_size=(32, 16))
     how = {"quantization_config": settings, "device_map": "cpu"}
     model = Qwen3MoeForCausalLM.from_pretrained(source, **how)
@@ -235,9 +225,7 @@ def _llm_compressor(folder: Path, scheme: Any, dense: bool = False, **sizes: int
     truth = {name: state[name] for name in plain}
     truth |= {base + "weight": state[base + "weight"] for base in _bases(stored)}
     shutil.rmtree(source)
-    for file in folder.iterdir():
-        if file.name not in ("config.json", "model.safetensors"):
-            file.unlink()
+    only_weights(folder)
     return truth
 
 
@@ -400,28 +388,34 @@ add("mlx_nvfp4", *_MLX, "nvfp4", 4, 16)
 # and layout those that transformers reads, and the truth is what it makes of them.
 
 
-def _gpt_oss(folder: Path, experts: int, hidden: int, inner: int) -> Truth:
+PACKED = ("experts.gate_up_proj", "experts.down_proj")
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+def mxfp4_parts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The blocks of codes of a layer's experts, and their scales."""
     from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    rows = weight.transpose(1, 2).contiguous()
+    scales, codes = to_mx(rows, torch.float4_e2m1fn_x2, 32)
+    blocks = codes.view(torch.uint8).reshape(*rows.shape[:2], -1, 16)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales.view(torch.uint8)}
+
+
+def _gpt_oss(folder: Path, experts: int, hidden: int, inner: int) -> Truth:
     from transformers import GptOssConfig, GptOssForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     config = GptOssConfig(vocab_size=64, hidden_size=hidden, intermediate_size=inner,
         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
         num_local_experts=experts, num_experts_per_tok=1, max_position_embeddings=32)  # fmt: skip
-    model = GptOssForCausalLM(config).to(torch.bfloat16)
-    source = folder.parent / "source"
-    model.save_pretrained(source)
+    source = saved_model(folder, GptOssForCausalLM(config).to(torch.bfloat16))
 
     def code(name: str, weight: torch.Tensor) -> tuple[Truth, torch.Tensor]:
-        rows = weight.transpose(1, 2).contiguous()
-        exponents, codes = to_mx(rows, torch.float4_e2m1fn_x2, 32)
-        scales = exponents.view(torch.uint8)
-        blocks = codes.view(torch.uint8).reshape(*rows.shape[:2], -1, 16)
-        whole = convert_moe_packed_tensors(blocks, scales)
-        return {f"{name}_blocks": blocks, f"{name}_scales": scales}, whole
+        parts = mxfp4_parts(name, weight)
+        return parts, convert_moe_packed_tensors(*parts.values())
 
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    return coded(folder, source, settings, code, ("experts.gate_up_proj", "experts.down_proj"))
+    return coded(folder, source, MXFP4, code, PACKED)
 
 
 add("mxfp4_gpt_oss", _gpt_oss, "torchao", 2, 64, 96)
@@ -622,9 +616,7 @@ def _bitsandbytes(folder: Path, dtype: torch.dtype, config: dict[str, Any], **si
         elif leaf in ("weight", "bias"):
             truth[name] = parameter
     shutil.rmtree(source)
-    for file in folder.iterdir():
-        if file.name not in ("config.json", "model.safetensors"):
-            file.unlink()
+    only_weights(folder)
     stored = load_file(folder / "model.safetensors")
     return {name: made for name, made in truth.items() if name in stored}
 
@@ -701,11 +693,5 @@ add("torchao_mxfp4_wide", *_AO, lambda: torch.float4_e2m1fn_x2, hidden_size=96, 
 
 
 if __name__ == "__main__":
-    failed = []
-    for wanted in sys.argv[2:] or list(CASES):
-        try:
-            write(Path(sys.argv[1]), wanted)
-        except Exception:
-            traceback.print_exc()
-            failed.append(wanted)
-    sys.exit(f"failed: {failed}" if failed else 0)
+    given = writing.arguments(__doc__).parse_args()
+    sys.exit(len(writing.write_each(writing.chosen(CASES, given.only), given.out, write)))

@@ -1,7 +1,7 @@
 """Writes tiny quantised models of the families that are published so, and beside each the logits
 that transformers gives for it, whose own code dequantises it.
 
-    python tests/generators/quantized_models.py OUT [NAME ...]
+    python tests/generators/quantized_models.py OUT [--only PART ...]
 
 OUT/<case>/ckpt is the checkpoint, OUT/<case>/logits.npz has `tokens` and `logits` (float32), and
 OUT/<case>/case.json says who wrote it. It needs what `quantized.py`, beside it, needs.
@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from quantized import config_with, tiny_llama, versions
+import writing
+from quantized import MXFP4, PACKED, config_with, mxfp4_parts, only_weights, tiny_llama
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -33,18 +34,16 @@ def case(function: Callable[[Path], tuple[nn.Module, list[str]]]) -> Callable[..
     return function
 
 
-def write(out: Path, name: str) -> None:
-    folder = out / name
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "ckpt").mkdir(parents=True)
+def write(name: str, folder: Path) -> None:
+    (folder / "ckpt").mkdir()
     torch.manual_seed(sum(name.encode()))
     model, packages = CASES[name](folder / "ckpt")
     tokens = torch.randint(0, model.config.vocab_size, (2, LENGTH))
     with torch.no_grad():
         logits = model.float().eval()(input_ids=tokens, use_cache=False).logits
     np.savez_compressed(folder / "logits.npz", tokens=tokens.numpy(), logits=logits.numpy())
-    (folder / "case.json").write_text(json.dumps({"writer": versions(packages)}, indent=1) + "\n")
-    print(f"{name}: logits from {logits.min():.2f} to {logits.max():.2f}")
+    about = {"writer": writing.versions("torch", *packages)}
+    (folder / "case.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
 def saved(model: nn.Module, source: Path) -> dict[str, torch.Tensor]:
@@ -60,7 +59,6 @@ def saved(model: nn.Module, source: Path) -> dict[str, torch.Tensor]:
 @case
 def gpt_oss_mxfp4(folder: Path) -> tuple[nn.Module, list[str]]:
     """Its own writer runs on a GPU: codes and exponents are torchao's, names and layout gpt-oss's."""
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
     from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
     sizes: dict[str, Any] = {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16,
@@ -73,15 +71,9 @@ def gpt_oss_mxfp4(folder: Path) -> tuple[nn.Module, list[str]]:
             if name.endswith(("_bias", "sinks")):
                 buffer.copy_(torch.randn_like(buffer))
     for name, weight in saved(model, source).items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            stored[name] = weight
-            continue
-        rows = weight.transpose(1, 2).contiguous()
-        scales, codes = to_mx(rows, torch.float4_e2m1fn_x2, 32)
-        stored[f"{name}_blocks"] = codes.view(torch.uint8).reshape(*rows.shape[:2], -1, 16)
-        stored[f"{name}_scales"] = scales.view(torch.uint8)
+        stored |= mxfp4_parts(name, weight) if name.endswith(PACKED) else {name: weight}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config_with(folder, source, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    config_with(folder, source, MXFP4)
     config = Mxfp4Config(dequantize=True)
     read = GptOssForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.bfloat16, attn_implementation="eager"
@@ -144,9 +136,7 @@ def llama_int4(folder: Path) -> tuple[nn.Module, list[str]]:
     oneshot(model=model, recipe=recipe, pipeline="datafree")
     model.save_pretrained(folder, save_compressed=True)
     shutil.rmtree(source)
-    for file in folder.iterdir():
-        if file.name not in ("config.json", "model.safetensors"):
-            file.unlink()
+    only_weights(folder)
     read = AutoModelForCausalLM.from_pretrained(
         folder,
         quantization_config=CompressedTensorsConfig(run_compressed=False),
@@ -157,5 +147,5 @@ def llama_int4(folder: Path) -> tuple[nn.Module, list[str]]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[2:] or list(CASES):
-        write(Path(sys.argv[1]), wanted)
+    given = writing.arguments(__doc__).parse_args()
+    sys.exit(len(writing.write_each(writing.chosen(CASES, given.only), given.out, write)))

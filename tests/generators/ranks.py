@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MEGATRON = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0",
@@ -63,15 +63,27 @@ def write_case(folder: Path, arguments: Sequence[object], source: Path, **settin
     return written
 
 
-def newest(source: Path) -> str:
-    """The folder of the newest release: `core_v0.19.2` is after `core_v0.9.0`."""
-    tags = [folder.name for folder in source.iterdir()]
-    return max(tags, key=lambda tag: [int(number) for number in re.findall(r"\d+", tag)])
+def forked(world: int, seconds: float, work: Callable[..., None], *about: Any) -> None:
+    """Do the work in forks of this process, one for each rank. Raises what one of them raises, or
+    that it takes too long, and ends the others.
+    """
+    from torch import multiprocessing
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {name: str(world) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    how = {"nprocs": world, "join": False, "start_method": "fork"}
+    processes = multiprocessing.start_processes(_as_rank, (work, *about), **how)
+    until = time.monotonic() + seconds
+    while not processes.join(1):
+        if time.monotonic() > until:
+            for process in processes.processes:
+                process.kill()
+            raise TimeoutError(f"not done in {seconds} seconds")
 
 
-def chosen(names: Mapping[str, object], parts: Sequence[str]) -> list[str]:
-    """The names that have one of the parts; all, without parts."""
-    return [name for name in names if not parts or any(part in name for part in parts)]
+def _as_rank(rank: int, work: Callable[..., None], *about: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    work(*about)
 
 
 def on_ranks(world: int, work: Callable[[], None]) -> NoReturn:

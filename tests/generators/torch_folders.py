@@ -1,6 +1,6 @@
 """Folders that torch's trainers write: DTensors by rank (verl, SkyRL), and DCP folders of several.
 
-    python torch_folders.py OUT [--only CASE ...]
+    python torch_folders.py OUT [--only PART ...]
 
 It is run by a Python that has torch, and the writer where it is another package (accelerate,
 lightning, transformers, verl); the tests read what it wrote. Every case is `OUT/<case>/ckpt`,
@@ -15,12 +15,9 @@ PYTHONPATH); else, and for SkyRL, the calls of torch that its source makes are m
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import shutil
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,16 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import writing
 from torch import nn
+
+sys.path.remove(str(Path(__file__).parent))  # it has files called like packages
 
 if not hasattr(torch.cpu.Stream, "record_event"):  # before 2.7, FSDP2 expects an accelerator's
     torch.cpu.Stream.record_event = lambda self, event=None: None
     torch.cpu.Stream.wait_event = lambda self, event: None
 
 Truth = dict[str, torch.Tensor]
+PACKAGES = ("torch", "accelerate", "lightning", "transformers", "torch_checkpointing")
 
 
 @dataclass
@@ -198,6 +199,31 @@ def truth_of_fsdp1(model, optimizer) -> Truth:
     return truth
 
 
+def sharded(seed=0, axis="dp", bf16=False, **sizes):
+    """A small model on all ranks, and its optimizer."""
+    seeded(seed)
+    model = fully_sharded(Net(**sizes), mesh_of((axis, dist.get_world_size())), bf16=bf16)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def fsdp1(model: nn.Module, mesh, orig: bool):
+    """The model by torch's first FSDP, its blocks apart; a mesh of two axes has replicas."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    kinds = {type(m) for m in model.modules() if type(m).__name__ in model._no_split_modules}
+    hybrid = ShardingStrategy.HYBRID_SHARD if mesh.ndim > 1 else ShardingStrategy.FULL_SHARD
+    return FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy(kinds),
+        sharding_strategy=hybrid,
+        device_mesh=mesh,
+        use_orig_params=orig,
+        device_id=torch.device("cpu"),
+    )
+
+
 # verl and SkyRL.
 
 
@@ -322,21 +348,13 @@ def skyrl(roles=("policy", "critic"), meant="policy"):
         truths: dict[str, Truth] = {}
         for step in (2, 4):
             for i, role in enumerate(roles):
-                seeded(10 * step + i)
-                model = Net(classes=1 if role == "critic" else 0)
-                fully_sharded(model, mesh_of(("fsdp", dist.get_world_size())), bf16=True)
-                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+                classes = 1 if role == "critic" else 0
+                model, optimizer = sharded(10 * step + i, "fsdp", bf16=True, classes=classes)
                 trained(model, [optimizer], steps=step)
-                extra = {
-                    "client_state": {},
-                    "tag": None,
-                    "fsdp_strategy": "fsdp2",
-                    "world_size": dist.get_world_size(),
-                    "rank": dist.get_rank(),
-                }
+                config = {"fsdp_strategy": "fsdp2", "world_size": dist.get_world_size()}
+                extra = {"client_state": {}, "tag": None, **config, "rank": dist.get_rank()}
                 folder = out / f"global_step_{step}" / role
                 rank_files(model, optimizer, scheduler_of(optimizer), folder, extra=extra)
-                config = {"fsdp_strategy": "fsdp2", "world_size": dist.get_world_size()}
                 (folder / "fsdp_config.json").write_text(json.dumps(config, indent=4))
                 truths[role] = truth_of(model, optimizer)
             if dist.get_rank() == 0:
@@ -351,23 +369,8 @@ def skyrl(roles=("policy", "critic"), meant="policy"):
 
 def verl_fsdp1(axes, orig=False, make=llama, **sizes):
     def write(out: Path) -> Truth:
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-        from torch.distributed.fsdp import ShardingStrategy
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
         seeded(0)
-        model = make(**sizes)
-        kinds = {type(m) for m in model.modules() if type(m).__name__ in model._no_split_modules}
-        hybrid = len(axes) > 1
-        strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
-        model = FSDP(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy(kinds),
-            sharding_strategy=strategy,
-            device_mesh=mesh_of(*axes),
-            use_orig_params=orig,
-            device_id=torch.device("cpu"),
-        )
+        model = fsdp1(make(**sizes), mesh_of(*axes), orig)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = scheduler_of(optimizer)
         trained(model, [optimizer])
@@ -391,8 +394,6 @@ def accelerate_fsdp(version: int, make=Net, **sizes):
         from accelerate.checkpointing import save_accelerator_state
         from accelerate.utils import FullyShardedDataParallelPlugin
         from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         state = PartialState(cpu=True)
         plugin = FullyShardedDataParallelPlugin(
@@ -402,16 +403,8 @@ def accelerate_fsdp(version: int, make=Net, **sizes):
         )
         seeded(0)
         mesh = mesh_of(("dp", dist.get_world_size()))
-        if version == 1:
-            model = FSDP(
-                Net(),
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
-                device_id=torch.device("cpu"),
-                device_mesh=mesh,
-                use_orig_params=True,
-            )
-        else:
-            model = fully_sharded(make(**sizes), mesh)
+        model = make(**sizes)
+        model = fsdp1(model, mesh, orig=True) if version == 1 else fully_sharded(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = scheduler_of(optimizer)
         trained(model, [optimizer])
@@ -468,13 +461,6 @@ def lightning_model_parallel(out: Path) -> Truth:
     trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=None))
     trainer.save_checkpoint(str(out))
     return truth
-
-
-def sharded(**sizes):
-    seeded(0)
-    model = fully_sharded(Net(**sizes), mesh_of(("dp", dist.get_world_size())))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, optimizer
 
 
 def dcp_save(state: dict[str, Any], folder: Path) -> None:
@@ -592,10 +578,7 @@ def actor_and_critic(meant: str):
         state: dict[str, Any] = {}
         truths: dict[str, Truth] = {}
         for i, role in enumerate(("actor", "critic")):
-            seeded(i)
-            model = Net(classes=1 if role == "critic" else 0)
-            fully_sharded(model, mesh_of(("dp", dist.get_world_size())))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            model, optimizer = sharded(i, classes=1 if role == "critic" else 0)
             trained(model, [optimizer])
             state[role], state[f"{role}_optim"] = states_of(model, optimizer)
             truths[role] = truth_of(model, optimizer)
@@ -679,35 +662,32 @@ def plain(out: Path) -> Truth:
 
 
 NO_GROUPS: dict[str, Any] = {}
-FSDP = "fsdp"
+BY_SOURCE = {"from_source": True}
+POLICY, CRITIC = (
+    {"optimizer_groups": "module-order", "model": name} for name in ("policy", "critic")
+)
+FSDP, DP2, TP2 = "fsdp", ("dp", 2), ("tp", 2)
+# fmt: off
 CASES: dict[str, Case] = {
     "verl_fsdp2_4": Case(verl_fsdp2([(FSDP, 4)]), 4),
     "verl_fsdp2_3_uneven": Case(verl_fsdp2([(FSDP, 3)], make=Net, by_verl_placement=False), 3),
     "verl_fsdp2_8": Case(verl_fsdp2([(FSDP, 8)], make=Net), 8),
     "verl_hsdp_2x2": Case(verl_fsdp2([("ddp", 2), (FSDP, 2)]), 4),
-    "verl_hsdp_2x3_rows": Case(
-        verl_fsdp2([("ddp", 2), (FSDP, 3)], make=Net, by_verl_placement=False), 6
-    ),
+    "verl_hsdp_2x3_rows": Case(verl_fsdp2([("ddp", 2), (FSDP, 3)], make=Net, by_verl_placement=False), 6),
     "verl_tied_2": Case(verl_fsdp2([(FSDP, 2)], tied=True), 2),
     "verl_frozen_2": Case(verl_fsdp2([(FSDP, 2)], frozen=("embed", "norm")), 2),
     "verl_bf16_3": Case(verl_fsdp2([(FSDP, 3)], make=Net, dtype=torch.bfloat16), 3),
     "verl_one_rank": Case(verl_fsdp2([(FSDP, 1)], make=Net), 1),
-    "skyrl_policy": Case(
-        skyrl(), 2, {"optimizer_groups": "module-order", "model": "policy"}, {"from_source": True}
-    ),
-    "skyrl_critic": Case(
-        skyrl(meant="critic"),
-        3,
-        {"optimizer_groups": "module-order", "model": "critic"},
-        {"from_source": True},
-    ),
-    "skyrl_policy_alone": Case(skyrl(("policy",)), 2, about={"from_source": True}),
-    "tp_2x2": Case(fsdp2_tp([("dp", 2), ("tp", 2)], hidden=8), 4),
-    "tp_2x2_uneven": Case(fsdp2_tp([("dp", 2), ("tp", 2)]), 4),
-    "tp_2x2_small": Case(fsdp2_tp([("dp", 2), ("tp", 2)], blocks=1), 4),
-    "tp_3x2_uneven": Case(fsdp2_tp([("dp", 3), ("tp", 2)], hidden=14), 6),
-    "tp_2x4": Case(fsdp2_tp([("dp", 2), ("tp", 4)], hidden=12), 8),
-    "tp_hsdp_2x2x2": Case(fsdp2_tp([("rep", 2), ("dp", 2), ("tp", 2)]), 8),
+    "verl_llama": Case(verl_fsdp2([(FSDP, 2)], layers=1), 2),
+    "skyrl_policy": Case(skyrl(), 2, POLICY, BY_SOURCE),
+    "skyrl_critic": Case(skyrl(meant="critic"), 3, CRITIC, BY_SOURCE),
+    "skyrl_policy_alone": Case(skyrl(("policy",)), 2, about=BY_SOURCE),
+    "tp_2x2": Case(fsdp2_tp([DP2, TP2], hidden=8), 4),
+    "tp_2x2_uneven": Case(fsdp2_tp([DP2, TP2]), 4),
+    "tp_2x2_small": Case(fsdp2_tp([DP2, TP2], blocks=1), 4),
+    "tp_3x2_uneven": Case(fsdp2_tp([("dp", 3), TP2], hidden=14), 6),
+    "tp_2x4": Case(fsdp2_tp([DP2, ("tp", 4)], hidden=12), 8),
+    "tp_hsdp_2x2x2": Case(fsdp2_tp([("rep", 2), DP2, TP2]), 8),
     "verl_fsdp1_2": Case(verl_fsdp1([(FSDP, 2)]), 2),
     "verl_fsdp1_3_tied": Case(verl_fsdp1([(FSDP, 3)], tied=True), 3),
     "verl_fsdp1_hsdp_2x2": Case(verl_fsdp1([("ddp", 2), (FSDP, 2)], make=Net), 4),
@@ -716,99 +696,58 @@ CASES: dict[str, Case] = {
     "accelerate_fsdp1": Case(accelerate_fsdp(1), 2, NO_GROUPS),
     "accelerate_fsdp2": Case(accelerate_fsdp(2), 3, NO_GROUPS),
     "accelerate_llama": Case(accelerate_fsdp(2, llama, layers=1), 2, NO_GROUPS),
-    "verl_llama": Case(verl_fsdp2([(FSDP, 2)], layers=1), 2),
-    "lightning_model_parallel": Case(
-        lightning_model_parallel, 2, NO_GROUPS, {"own_process_group": True}
-    ),
-    "torchtitan": Case(torchtitan, 2, NO_GROUPS, {"from_source": True}),
-    "olmo_core": Case(olmo_core(False), 2, NO_GROUPS, {"from_source": True}),
-    "olmo_core_flat": Case(olmo_core(True), 3, NO_GROUPS, {"from_source": True}),
-    "automodel": Case(automodel, 2, NO_GROUPS, {"from_source": True}),
+    "lightning_model_parallel": Case(lightning_model_parallel, 2, NO_GROUPS, {"own_process_group": True}),
+    "torchtitan": Case(torchtitan, 2, NO_GROUPS, BY_SOURCE),
+    "olmo_core": Case(olmo_core(False), 2, NO_GROUPS, BY_SOURCE),
+    "olmo_core_flat": Case(olmo_core(True), 3, NO_GROUPS, BY_SOURCE),
+    "automodel": Case(automodel, 2, NO_GROUPS, BY_SOURCE),
     "dcp_numbered": Case(raw_numbered(False), 2),
     "dcp_numbered_groups": Case(raw_numbered(True), 3),
     "dcp_two_optimizers": Case(two_optimizers, 2, NO_GROUPS),
-    "items_tp_2x2": Case(
-        fsdp2_tp([("dp", 2), ("tp", 2)], torch_checkpointing(metadata=True), blocks=1), 4, NO_GROUPS
-    ),
+    "dcp_actor": Case(actor_and_critic("actor"), 2, {"model": "actor"}),
+    "dcp_critic": Case(actor_and_critic("critic"), 3, {"model": "critic"}),
+    "items_tp_2x2": Case(fsdp2_tp([DP2, TP2], torch_checkpointing(metadata=True), blocks=1), 4, NO_GROUPS),
     "items_3_flat": Case(saved_by(torch_checkpointing(flat=True), blocks=1), 3, NO_GROUPS),
     "items_2": Case(saved_by(torch_checkpointing()), 2, NO_GROUPS),
     "items_one_rank": Case(saved_by(torch_checkpointing(metadata=True)), 1, NO_GROUPS),
     "items_plain": Case(plain, 1, NO_GROUPS),
     "experimental_2": Case(saved_by(experimental, blocks=1), 2, NO_GROUPS),
     "experimental_3": Case(saved_by(experimental, tied=True), 3, NO_GROUPS),
-    "dcp_actor": Case(actor_and_critic("actor"), 2, {"model": "actor"}),
-    "dcp_critic": Case(actor_and_critic("critic"), 3, {"model": "critic"}),
 }
+# fmt: on
 
 
 # Running them.
 
 
-def as_numpy(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name == "bfloat16" or name.startswith("float8"):
-        bits = tensor.contiguous().view({1: torch.uint8, 2: torch.int16}[tensor.element_size()])
-        return bits.numpy().view(f"u{tensor.element_size()}"), name
-    return tensor.numpy(), name
-
-
-def versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {"torch": torch.__version__}
-    packages = "accelerate", "lightning", "transformers", "torchtitan", "ai2-olmo-core"
-    for package in (*packages, "torch_checkpointing"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    if "verl" in sys.modules:
-        found["verl"] = sys.modules["verl"].__version__
-    return found
-
-
-def run(rank: int, name: str, out: Path, port: int) -> None:
+def run(name: str, folder: Path) -> None:
     case = CASES[name]
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks}
-    os.environ |= {key: str(n) for key, n in {**ranks, "LOCAL_WORLD_SIZE": case.ranks}.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     if not case.about.get("own_process_group"):
-        dist.init_process_group("gloo", rank=rank, world_size=case.ranks)
-    ckpt = out / name / "ckpt"
-    ckpt.mkdir(parents=True, exist_ok=True)
+        dist.init_process_group("gloo")
+    ckpt = folder / "ckpt"
+    ckpt.mkdir(exist_ok=True)
     truth = case.write(ckpt)
-    if rank == 0:
-        arrays = {key: as_numpy(tensor.detach().cpu()) for key, tensor in truth.items()}
-        np.savez(out / name / "truth.npz", **{key: array for key, (array, _) in arrays.items()})
-        about = {"writer": versions(), "options": case.options, **case.about}
-        about["dtypes"] = {key: dtype for key, (_, dtype) in arrays.items()}
-        (out / name / "case.json").write_text(json.dumps(about, indent=1))
+    if os.environ["RANK"] == "0":
+        found = writing.versions(*PACKAGES)
+        if "verl" in sys.modules:
+            found["verl"] = sys.modules["verl"].__version__
+        about = {"writer": found, "options": case.options, **case.about}
+        writing.write_case(folder, truth, about)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", nargs="*")
-    arguments = parser.parse_args()
+    given = writing.arguments(__doc__).parse_args()
     from transformers.models.llama import modeling_llama  # noqa: F401  once, for all ranks
 
-    for name in arguments.only or CASES:
-        shutil.rmtree(arguments.out / name, ignore_errors=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        try:
-            about = name, arguments.out, port
-            mp.start_processes(run, about, CASES[name].ranks, start_method="fork")
-        except Exception as error:
-            print(f"{name}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
-            shutil.rmtree(arguments.out / name, ignore_errors=True)
-        else:
-            print(name)
+    def write(name: str, folder: Path) -> None:
+        ranks.forked(CASES[name].ranks, 600, run, name, folder)
+
+    writing.write_each(writing.chosen(CASES, given.only), given.out, write)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Training checkpoints of transformers' Trainer, accelerate, peft and Lightning, with the truth.
 
-    python tests/generators/trainers.py OUT [--only CASE]
+    python tests/generators/trainers.py OUT [--only PART ...]
 
 Run by a Python that has the writers. `OUT/<case>/ckpt` is what they saved, `truth.npz` has
 `<state>/<parameter>` of the live process that trained, by the names that the writer gives what it
@@ -8,19 +8,20 @@ stores; `case.json` has the versions, and the options with which the checkpoint 
 words by which it is refused.
 """
 
-import argparse
+import copy
 import inspect
 import itertools
-import json
 import os
 import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import writing
+from tiny_models import COMMON, TINY
 
 sys.path.remove(str(Path(__file__).parent))  # it has files called like packages
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,43 +31,13 @@ import torch
 import transformers
 from torch import nn
 
-CASES: dict[str, Callable[[Path], dict[str, Any]]] = {}
+Truth = dict[str, Any]
+Written = tuple[Truth, dict[str, Any]]  # the truth of a case, and what is said of it
+CASES: dict[str, Callable[[Path], Written]] = {}
 WRITERS = ("torch", "transformers", "accelerate", "peft", "lightning", "bitsandbytes")
-TINY: dict[str, dict[str, Any]] = {
-    "llama": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2),
-    "qwen2": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2),
-    "qwen3": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
-                  head_dim=6),
-    "mistral": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
-                    num_key_value_heads=4),
-    "gemma2": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
-                   num_key_value_heads=2, head_dim=4),
-    "phi": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4),
-    "olmo2": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
-                  num_key_value_heads=4),
-    "gpt2": dict(n_embd=16, n_head=4, n_layer=2, n_positions=32),
-    "gpt_neox": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4),
-    "opt": dict(hidden_size=16, ffn_dim=24, num_attention_heads=4, word_embed_proj_dim=16),
-    "bloom": dict(hidden_size=16, n_layer=2, n_head=4),
-    "bert": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4),
-    "roberta": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4),
-    "distilbert": dict(dim=16, hidden_dim=24, n_heads=4, n_layers=2),
-    "t5": dict(d_model=16, d_ff=24, d_kv=4, num_heads=4, num_layers=2, num_decoder_layers=2),
-    "bart": dict(d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, encoder_layers=2,
-                 decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4),
-    "mixtral": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
-                    num_key_value_heads=2, num_local_experts=4),
-    "qwen3_moe": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
-                      num_key_value_heads=2, head_dim=6, num_experts=4, num_experts_per_tok=2,
-                      moe_intermediate_size=8),
-    "gpt_oss": dict(hidden_size=16, intermediate_size=24, num_attention_heads=4,
-                    num_key_value_heads=2, head_dim=4, num_local_experts=4),
-}  # fmt: skip
-COMMON = dict(vocab_size=64, num_hidden_layers=2, max_position_embeddings=32, bos_token_id=1,
-    eos_token_id=2, pad_token_id=0, decoder_start_token_id=1)  # fmt: skip
 
 
-def case(function: Callable[..., dict[str, Any]], name: str, *args: Any, **options: Any) -> None:
+def case(function: Callable[..., Written], name: str, *args: Any, **options: Any) -> None:
     CASES[name] = lambda out: function(out, *args, **options)
 
 
@@ -102,21 +73,17 @@ def states_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
     return found
 
 
-def truth_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+def truth_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Truth:
     names = {id(param): name for name, param in model.named_parameters()}
     truth: dict[str, Any] = {f"param/{name}": param for name, param in model.named_parameters()}
     for optimizer in optimizers:
         truth |= states_of(optimizer, names)
-    return arrays_of(truth)
-
-
-def arrays_of(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {key: np.asarray(as_numpy(value)) for key, value in values.items()}
+    return truth
 
 
 def stored_truth(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+) -> tuple[Truth, dict[int, str]]:
     """The truth of what `stored` has, and the names there of parameters by id."""
     first: dict[int, str] = {}
     for name, tensor in stored.items():
@@ -140,7 +107,7 @@ def stored_truth(
     if len(of) == len(shapes):  # each is stored as one
         names_stored = {name: key for key, name in of.items()}
         names = {param: names_stored[name] for param, name in names.items()}
-    return arrays_of(truth), names
+    return truth, names
 
 
 def as_stored(model: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -150,19 +117,6 @@ def as_stored(model: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]
     convert = getattr(transformers.core_model_loading, "revert_weight_conversion", None)
     is_converted = convert and isinstance(model, transformers.PreTrainedModel)
     return convert(model, dict(tensors)) if is_converted else tensors
-
-
-def as_numpy(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach().cpu()
-    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16}.get(value.dtype)
-    return (value.contiguous().view(bits) if bits else value).numpy().copy()
-
-
-def write(out: Path, truth: Mapping[str, np.ndarray], **about: Any) -> dict[str, Any]:
-    np.savez_compressed(out / "truth.npz", **truth)
-    return about
 
 
 def trainer_case(
@@ -181,7 +135,7 @@ def trainer_case(
     further: int = 0,
     refused: str = "",
     **changes: Any,
-) -> dict[str, Any]:
+) -> Written:
     model = hf_model(model_type, head, **changes)
     for name, param in model.named_parameters():
         param.requires_grad_(param.requires_grad and not freeze(name))
@@ -245,8 +199,9 @@ def trainer_case(
     about |= {"refused": refused} if refused else {}
     if about["options"].get("optimizer_groups") == "lists":
         about["options"]["optimizer_groups"] = groups
-    truth |= next_losses(model, inner, further) if further else {}
-    return write(out, truth, **about)
+    if further:
+        truth = copy.deepcopy(truth) | next_losses(model, inner, further)
+    return truth, about
 
 
 def next_losses(model: nn.Module, optimizer: torch.optim.Optimizer, n) -> dict[str, np.ndarray]:
@@ -407,7 +362,7 @@ def accelerate_case(
     which: int = 0,
     safe: bool = True,
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-) -> dict[str, Any]:
+) -> Written:
     from accelerate import Accelerator
 
     torch.manual_seed(2)
@@ -423,7 +378,7 @@ def accelerate_case(
     said = dict(options)
     if said.get("optimizer_groups") == "lists":
         said["optimizer_groups"] = [[n for n, _ in models[which].named_parameters()]]
-    return write(out, truth_of(models[which], optimizers[which]), options=said)
+    return truth_of(models[which], optimizers[which]), {"options": said}
 
 
 case(accelerate_case, "accelerate_proof", [[3, 4, 5]], {})
@@ -437,7 +392,7 @@ case(accelerate_case, "accelerate_sgd", [[3, 4, 5]], {}, kind=lambda p, lr: torc
 
 
 # Lightning, and files of torch.save.
-def lightning_case(out: Path, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def lightning_case(out: Path, kind: str, options: Mapping[str, Any]) -> Written:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -478,9 +433,8 @@ def lightning_case(out: Path, kind: str, options: Mapping[str, Any]) -> dict[str
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
     trainer.save_checkpoint(out / "ckpt")
-    if kind != "gan":
-        return write(out, truth_of(module, *module.made), options=dict(options))
-    return write(out, truth_of(module.generator, module.made[0]), options=dict(options))
+    trained = module.generator if kind == "gan" else module
+    return truth_of(trained, module.made[0]), {"options": dict(options)}
 
 
 case(lightning_case, "lightning_proof", "proof", {})
@@ -488,7 +442,7 @@ case(lightning_case, "lightning_order", "order", {"optimizer_groups": "module-or
 case(lightning_case, "lightning_gan", "gan", {"model": "generator"})
 
 
-def student_case(out: Path, options: Mapping[str, Any], numbered: bool) -> dict[str, Any]:
+def student_case(out: Path, options: Mapping[str, Any], numbered: bool) -> Written:
     torch.manual_seed(6)
     teacher, student = Net([4, 4, 4]), Net([4, 4, 4])
     params = student.parameters() if numbered else list(student.named_parameters())
@@ -499,7 +453,7 @@ def student_case(out: Path, options: Mapping[str, Any], numbered: bool) -> dict[
     said = dict(options)
     if said.get("optimizer_groups") == "lists":
         said["optimizer_groups"] = [[n for n, _ in student.named_parameters()]]
-    return write(out, truth_of(student, optimizer), options=said)
+    return truth_of(student, optimizer), {"options": said}
 
 
 for numbered in (False, True):
@@ -510,37 +464,16 @@ for numbered in (False, True):
          {"model": "student", "optimizer_groups": "lists"}, numbered)  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in WRITERS:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", help="the cases whose names begin so")
-    said = parser.parse_args()
-    for name, make in CASES.items():
-        if said.only and not name.startswith(said.only):
-            continue
-        out = said.out / name
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
+    given = writing.arguments(__doc__).parse_args()
+
+    def write(name: str, folder: Path) -> None:
         random.seed(0)
-        try:
-            about = make(out)
-        except Exception as error:  # a writer of another release may lack what the case needs
-            print(f"{name}: not written: {type(error).__name__}: {error}")
-            shutil.rmtree(out)
-            continue
-        about = {"about": name.replace("_", " "), "writer": versions(), **about}
-        (out / "case.json").write_text(json.dumps(about, indent=1))
-        print(name)
+        about = {"about": name.replace("_", " "), "writer": writing.versions(*WRITERS)}
+        truth, more = CASES[name](folder)
+        writing.write_case(folder, truth, about | more)
+
+    writing.write_each(writing.chosen(CASES, given.only), given.out, write)
 
 
 if __name__ == "__main__":
