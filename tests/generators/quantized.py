@@ -25,6 +25,8 @@ import torch
 import writing
 from safetensors.torch import load_file, save_file
 
+sys.path.remove(str(Path(__file__).parent))  # it has files called like packages
+
 Truth = Mapping[str, torch.Tensor]
 CASES: dict[str, tuple[Callable[[Path], Truth], list[str]]] = {}
 

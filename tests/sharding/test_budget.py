@@ -1,5 +1,6 @@
 """Whatever the budget: the same arrays, each stored chunk read once, no more in flight."""
 
+import itertools
 import math
 import tracemalloc
 from functools import partial
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from helpers import MemoryStore, contents_of, grids
+from helpers import MemoryStore, contents_of, grids, in_lanes
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.protocol import ArrayInfo
 from jax_ucp.checkpoint import Checkpoint
@@ -53,9 +54,10 @@ def devices_are(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("budget", [1, 1 << 20, 6 << 20, 1 << 30])
+@pytest.mark.parametrize(
+    ("spec", "count", "budget"),
+    in_lanes([*itertools.product(SPECS, [1, 3, 8], [1, 1 << 20, 6 << 20, 1 << 30])]),
+)
 @pytest.mark.usefixtures("devices_are")
 def test_any_budget_restores_every_bit_and_reads_nothing_twice(saved, budget, count, spec):
     mesh = Mesh(np.array(jax.devices()[:count]), ("x",))

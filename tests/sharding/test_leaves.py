@@ -18,8 +18,6 @@ import pytest
 import tensorstore
 from flax import nnx
 from flax.core.meta import Partitioned
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -186,21 +184,6 @@ def test_leaf_names_are_unique_and_plain_wherever_they_can_be():
     long = leaf_names([path("x" * 300), path("x" * 300 + "y")])
     assert len(set(long)) == 2
     assert max(map(len, long)) < 255
-
-
-keys = st.text(alphabet="a0#%./~i", max_size=4)
-
-
-@given(
-    st.lists(
-        st.lists(st.one_of(keys, st.integers(0, 12)), min_size=1, max_size=3).map(tuple),
-        unique=True,
-    )
-)
-def test_no_two_paths_get_one_name(paths):
-    names = leaf_names([tuple(Key("dict", name) for name in path) for path in paths])
-    assert len(set(names)) == len(names)
-    assert not any(a != b and b.startswith(f"{a}/") for a in names for b in names)
 
 
 def test_a_label_that_two_leaves_have_is_refused_with_both_paths(tmp_path):

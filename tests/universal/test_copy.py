@@ -508,11 +508,6 @@ def test_two_copies_into_one_directory_do_not_mix(tmp_path):
     np.testing.assert_array_equal(ucp.open(tmp_path / "out").read("a"), source.arrays.data["a"])
 
 
-def test_a_target_inside_its_source_is_refused(tmp_path):
-    with pytest.raises(FileExistsError, match="lies in the source"):
-        copy(contents(tmp_path), plan_copy(contents(tmp_path)), file_path(tmp_path / "out"))
-
-
 def test_the_cost_of_a_block_covers_all_that_is_read_for_it(tmp_path):
     arrays = ChunkedStore({"a": numbered((256, 512), np.float32)}, (64, 512))
     leaf = Leaf((Key("dict", "a"),), "a", "array", (256, 512), "float32")
