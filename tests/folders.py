@@ -276,7 +276,7 @@ def other_values(values: np.ndarray, salt: int, half: np.dtype) -> np.ndarray:
     >>> bool(all(other_values(x, 1, half).astype(half) == other_values(x.astype(half), 1, half)))
     True
     """
-    with np.errstate(over="ignore"):  # what pads a buffer may be anything
+    with np.errstate(over="ignore", invalid="ignore"):  # what pads a buffer may be anything
         rounded, twice = values.astype(half), values + values
     bits = rounded.view(f"u{half.itemsize}").astype(np.uint64)
     mixed = (bits + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
@@ -287,7 +287,7 @@ def other_values(values: np.ndarray, salt: int, half: np.dtype) -> np.ndarray:
     if values.dtype != np.float32:
         return out
     flipped = (values.view(np.uint32) ^ 1).view(np.float32)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         kept = (values != 0) & np.isfinite(values) & ~(chosen & plain)
         kept &= flipped.astype(half) == rounded
     # In fp32 alone every bit counts as the value's own, so that the flip says nothing of the
