@@ -15,7 +15,8 @@ What is not asked by opening is said around it: `weights(...)` with weights alon
 them and with all, `restored(...)` by a sample and in full, `sampled(...)`, `in_full(...)`,
 `verified(...)`, `saved(...)`. ROUNDED is the truth of the weights in fewer bits.
 
-In words FILE is the name of the first file that is damaged, and OTHER of the second.
+In words FILE is the name of the first file that is damaged, and OTHER of the second. Where a
+message names a remedy, `test_damages.py` follows it: the words of a row say just what is wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +139,54 @@ def of_experts_before_data(tree: Any) -> None:
     tree["ds_config"].update(use_data_before_expert_parallelism=True)
 
 
+def without_a_moment(tree: Any) -> None:
+    del tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg_sq"]
+
+
+def with_a_shorter_moment(tree: Any) -> None:
+    state = tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    state["exp_avg"] = state["exp_avg"][:-7]
+
+
+def with_masters_of_another_model(tree: Any) -> None:
+    tree["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] = np.zeros(8)
+
+
+def with_masters_of_one_group(tree: Any) -> None:
+    tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].pop()
+
+
+def of_another_wrapper(tree: Any) -> None:
+    tree["optimizer_state_dict"] = {"zen_partition": 1, "onebit_groups": []}
+
+
+def shared_by_some(tree: Any) -> None:
+    tree["optimizer_state_dict"]["partition_count"] = [2, 2]
+
+
+def says(**more: Any) -> Callable[[Any], None]:
+    """`universal_checkpoint_info` that says something else; nothing under a key of None."""
+
+    def other(tree: Any) -> None:
+        info = tree["universal_checkpoint_info"] | more
+        kept = {key: value for key, value in info.items() if value is not None}
+        tree["universal_checkpoint_info"] = kept
+
+    return other
+
+
+def without_args(tree: Any) -> None:
+    tree["args"] = torch_writer.Instance("mylib.Config", dict(tree["args"].state))
+
+
+def without_a_version(tree: Any) -> None:
+    del tree["checkpoint_version"]
+
+
+def of_three_layers(tree: Any) -> None:
+    tree["args"].state.update(num_layers=3)
+
+
 def without_states(tree: Any) -> None:
     tree["optimizer"]["state"].clear()
 
@@ -200,6 +250,11 @@ DEEPSPEED = {
         (together(of_sibling("run", OPTIM)),    sampled(UCPError), "one of the files is damaged, or of another rank, step or run"),
         (flipped(M0, f"module/{WORDS}", -1),    sampled(UCPError), "FILE"),
         (flipped(M0, f"module/{WORDS}", 400),   UNSEEN, "FILE"),
+        (edited(BF1, of_another_wrapper),       FormatError, "FILE has neither the masters.*but zen_partition, onebit_groups: another optimizer wrapper"),
+        (edited(BF1, without_a_moment),         FormatError, r"FILE: group 0 has the optimizer states \['step', 'exp_avg'\].*saved before the first step"),
+        (edited(BF1, with_a_shorter_moment),    FormatError, r"FILE: exp_avg of group 0 has \d+ elements, where .* the partition of rank 1 of 2 has \d+"),
+        (edited(BF1, with_masters_of_another_model), FormatError, r"group 0 has \d+ elements by mp_rank_00_model_states\.pt, but the masters .* 8 in FILE"),
+        (edited(BF1, with_masters_of_one_group), FormatError, "FILE has 1 parameter groups, but .* describes 2; .* of an earlier save with other groups"),
         (flipped(BF1, "avg", 7),                in_full(UCPError), CRC),
         (together(flipped(OPTIM, "state/0/step", 0)), sampled(UCPError), "do not have the CRC"),
         (flipped(BF1, "state/0/exp_avg$", 0),   weights(RIGHT), ""),
@@ -222,10 +277,10 @@ DEEPSPEED = {
     ],
     "deepspeed/z1_fp32_dp2_elastic": [(of_sibling("run", R1), sampled(UCPError), "FILE")],
     DP4: [
-        (copied(R1, R0),                        FormatError, "holds the same masters as .*one is a copy|holds what rank"),
-        (copied(R0, R1),                        FormatError, "holds the same masters as .*one is a copy|holds what rank"),
         (together(missing(OPTIM)),              FormatError, rf"no \*_optim_states\.pt, but {M0} was written by ZeRO-1"),
         (together(missing(OPTIM)),              weights(ROUNDED), ""),
+        (copied(R0, "zero_pp_rank_4_mp_rank_00_optim_states.pt"), FormatError, "FILE belongs to another run, or to an earlier save on more ranks"),
+        (together(edited(OPTIM, shared_by_some)), FormatError, r"of \[2, 2\] ranks, by its partition_count[\s\S]*a sharding over some of the ranks, which is not read"),
     ],
     DP3: [
         (less(BF2, "lr"),                       FormatError, step("lr is")),
@@ -241,18 +296,15 @@ DEEPSPEED = {
         (missing(S0),                           FormatError, "FILE is missing"),
         (missing(S1),                           FormatError, "FILE is missing"),
         (of_another(S1, OFFLOAD3),              FormatError, "FILE"),
-        (copied(BF1, BF0),                      FormatError, "holds the same masters as .*one is a copy|holds what rank"),
-        (copied(BF0, BF1),                      FormatError, "holds the same masters as .*one is a copy|holds what rank"),
         (copied(M0, f"global_step5/{M0}", Z1),  FormatError, "model states of ZeRO-3 .* and of another stage"),
         (less(BF1, "lr"),                       FormatError, step(r"lr is 0\.0012")),
         (flipped(BF0, "avg", 7),                in_full(UCPError), CRC),
     ],
     SUBGROUPS: [
         (of_another(R1, AUTO3),                 FormatError, "FILE"),
-        (copied(R1, R0),                        FormatError, "holds the same masters as .*one is a copy|holds what rank"),
-        (copied(R0, R1),                        FormatError, "holds the same masters as .*one is a copy|holds what rank"),
         (less(R1, "cur_iter"),                  FormatError, step("cur_iter is 4, but 5")),
         (missing(R1),                           weights(UCPError), "FILE is missing"),
+        (together(missing(OPTIM)),              FormatError, "written by ZeRO-3: masters and optimizer state are missing; its weights are in no other file"),
     ],
     FROZEN3: [
         (copied(S0, S1),                        FormatError, "holds the same fragments of frozen parameters as"),
@@ -268,12 +320,18 @@ DEEPSPEED = {
         (exchanged(R0, R01),                    TOLD, ""),
         (exchanged(M0, M1),                     sampled(UCPError), "FILE|OTHER"),
         (less(M1, "last_batch_iteration"),      FormatError, step("iteration is 3, but 4")),
+        (copied(M0, "mp_rank_02_model_states.pt"), FormatError, "FILE.*belongs to another run, or to an earlier save on more ranks"),
+        (together(edited("mp_rank_*_model_states.pt", says(universal_checkpoint_version=0.9))), FormatError, r"universal_checkpoint_info has version 0\.9"),
+        (together(edited("mp_rank_*_model_states.pt", says(tp_replicated_parameter_patterns=["no_such"]))), FormatError, r"patterns that match no parameter: \['no_such'\]"),
+        (together(edited("mp_rank_*_model_states.pt", says(autotp_unsupported_parameter_patterns={"layers": "a bug"}))),
+                                                FormatError, r"DeepSpeed says that the slices of layers\..* cannot be joined: a bug"),
+        (together(edited("mp_rank_*_model_states.pt", says(original_vocab_size=None))), FormatError, "has no original_vocab_size; give it"),
+        (together(edited("mp_rank_*_model_states.pt", says(original_vocab_size=1000))),
+                                                UCPError, r"word_embeddings\.weight by its universal_checkpoint_info with vocab=1000: the shards hold"),
     ],
     SWIGLU: [],
     TP2_Z3: [
         (missing("zero_pp_rank_1_mp_rank_01_model_states.pt"), FormatError, "FILE is missing"),
-        (copied("bf16_" + R01, BF0),            FormatError, "holds the same masters as .*one is a copy|holds what rank"),
-        (copied(BF0, "bf16_" + R01),            FormatError, "holds the same masters as .*one is a copy|holds what rank"),
         (less("zero_pp_rank_1_mp_rank_01_model_states.pt", "global_steps"), FormatError, step("steps is 4, but 5")),
     ],
     TP2_PP2: [
@@ -333,6 +391,10 @@ DEEPSPEED = {
         (exchanged("final_layernorm.weight/fp32.pt", "final_layernorm.bias/fp32.pt") + exchanged("final_layernorm.weight/exp_avg.pt", "final_layernorm.bias/exp_avg.pt"),
                                                 SHOWN, "\n".join([r".*at zero/final_layernorm\.\w+/fp32\.pt:.*copy at mp_rank_00.*final_layernorm.*"] * 2)),
         (exchanged("layers.0.mlp.dense_h_to_4h.weight/exp_avg.pt", "layers.0.mlp.dense_h_to_4h.weight/exp_avg_sq.pt"), FormatError, "FILE was written as OTHER"),
+        (missing(f"{WORDS}/exp_avg.pt"),        FormatError, r"FOLDER/exp_avg\.pt is missing: other parameters of the group have that state"),
+        (as_named(copied(f"{WORDS}/exp_avg.pt", "exp_avz.pt")), FormatError, r"/exp_avz\.pt is missing: .*, as \S+/exp_avz\.pt, which may be too much"),
+        (missing("zero/optimizer_state.pt"),    FormatError, "FILE is missing"),
+        (together(copied(OPTIM, "global_step5_universal/", "deepspeed/tp2_dp1_z1_fp32_gqa")), FormatError, r"both atoms \(zero/\) and \*_optim_states\.pt"),
         (holding("latest_universal", b"global_step9_universal"), NotACheckpoint, "names global_step9_universal"),
         (copied("zero/model.norm.bias/exp_avg.pt", "layers.0.input_layernorm.bias/exp_avg.pt", UMOE), FormatError, "the form of the atoms is a .*, but a .* in zero/"),
         (holding("final_layernorm.bias/exp_avg.pt", LFS), FormatError, "FILE: it is a.*git-lfs"),
@@ -358,6 +420,9 @@ DEEPSPEED = {
     ],
     UMOE: [],
 }
+for case, first, second in ((DP4, R0, R1), (Z3, BF0, BF1), (SUBGROUPS, R0, R1), (TP2_Z3, BF0, "bf16_" + R01)):
+    for a, b in ((first, second), (second, first)):
+        DEEPSPEED[case].append((copied(a, b), FormatError, "holds the same masters as .*one is a copy|holds what rank"))
 for case in (GQA, U3, UMOE):
     for state in ("exp_avg", "exp_avg_sq"):
         damage = together(missing(f"zero/*/{state}.pt"))
@@ -415,6 +480,9 @@ MEGATRON = {
     TP2_BF16: [
         (together(copied("mp_rank_01/*", "iter_0000003/mp_rank_01/", TP2_DP2)), FormatError, r"mp_rank_01/model_optim_rng\.pt is of another run .*use_distributed"),
         (renamed("mp_rank_01", "mp_rank_02", keep=True), FormatError, "mp_rank_02 belongs to another run"),
+        (together(edited(RNG, without_args)),   FormatError, r"FILE has an object of mylib\.Config, which .* for args, not an argparse\.Namespace"),
+        (together(edited(RNG, without_a_version)), FormatError, r"checkpoint_version None, where 2\.0 or later is needed"),
+        (copied(f"mp_rank_00/{RNG}", f"iter_0000003/mp_rank_00/{FLAT}"), FormatError, "FOLDER/FILE has the states of a distributed optimizer.*was saved without one"),
         (flipped("mp_rank_01/*", "^model/decoder.layers.0.mlp.linear_fc1.weight", 0), saved(CorruptData), r"(?s)linear_fc1\.weight.*mp_rank_01"),
     ],
     TP2_DP2: [
@@ -450,6 +518,12 @@ MEGATRON = {
     DIST: [
         (NEXT,                                  NotACheckpoint, "no such folder"),
         (NEXT + holding(TRACKER, b"4"),         FormatError, r"common\.pt is of iteration 3, but its folder is iter_0000004"),
+        (edited("common.pt", of_three_layers),  FormatError, "axis 0 should count the 3 layers that args in FILE tell of: that file or the others are of"),
+    ],
+    "megatron/torch_dcp_te_bf16": [(missing(".metadata"), NotACheckpoint, r"FOLDER has \.distcp files but no FILE: the save never ended")],
+    "unknown/te_muon": [
+        (replaced(".metadata", b"state.exp_avg.decoder.final_layernorm", b"state.exp_zzz.decoder.final_layernorm"),
+                                                FormatError, r"exp_avg of decoder\.final_layernorm\.weight is in no file, though 6 parameters that share states with it"),
     ],
     DIST_TP2: [
         (flipped("__0_?.distcp", "^optimizer.state.fp32_param.embedding.word_embeddings.weight", -1), sampled(UCPError), "FILE"),
@@ -556,7 +630,7 @@ TORCH = {
     UNEVEN: [
         (each("with more bytes", "__1_0.distcp", lambda data: data + b"later"), SKIPPED, "FILE has 5 bytes that are not items of this checkpoint"),
         (copied("__1_0.distcp", "__4_0.distcp"), SKIPPED, "FILE belongs to no tensor of this checkpoint: it is left from another save"),
-        (missing(".metadata"),                  NotACheckpoint, r"no \.metadata: the save never ended"),
+        (missing(".metadata"),                  NotACheckpoint, r"no \.metadata: the save never ended.*was not copied with the others, for its name begins with a dot"),
     ],
     TWO_TABLES: [(missing("__*.metadata"),      FormatError, "FILE is missing")],
     OLD: [
@@ -574,6 +648,7 @@ TORCH = {
     ],
     SHARDED: [
         (missing(RANKS[2]),                     FormatError, "that of rank 2 is not there"),
+        (missing(RANKS[4]),                     FormatError, "has files of 3 ranks .*shard-00003-model-00001-of-00001.*copy the others$"),
         (cut(RANKS[2], -1),                     FormatError, r"FILE has \d+ bytes"),
         (copied(RANKS[4], RANKS[5]),            FormatError, f"is stored twice: .* is in {RANKS[4]}:.* and in FILE:"),
         (copied("shard-00004-model-00001-of-00002.safetensors", RANKS[4], SHARDED_2D), UCPError, "overlap|hole|number of axes"),

@@ -2,9 +2,10 @@
 `damage_rows.TABLE` comes to its verdict.
 """
 
+import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from random import Random
 
@@ -57,9 +58,12 @@ def judge(case: Case, at: Path, changed: list[str], door: str, what: object, wor
     words = words.replace("FOLDER", re.escape(PurePosixPath(changed[0]).parent.name))
     weights = {"weights_only": True} if door == "weights" else {}
     if isinstance(what, type):
-        with pytest.raises(what, match=words or None):
+        with pytest.raises(what, match=words or None) as refused:
             DOORS[door](case.open(at, **weights), at.parent / "out")
         assert not (at.parent / "out").exists()
+        if door == "open":
+            followed = remedies(case, at, str(refused.value))
+            assert [fault for how in followed for fault in how] == []
         return
     if what == PLAIN:
         assert words not in refusal_or_faults(case, at, **weights)
@@ -93,6 +97,32 @@ def judge(case: Case, at: Path, changed: list[str], door: str, what: object, wor
         assert [item.status for item in items] == ["skipped"]
         said += [item.reason for item in items]
     assert not words or any(re.search(words, text) for text in said), said
+
+
+def remedies(case: Case, at: Path, message: str) -> Iterator[list[str]]:
+    """What is not the truth if one does as a message says, of each thing that it says."""
+    if re.search(r"weights_only (opens|leaves)", message):
+        yield wrong(case, case.open(at, weights_only=True), weights=True, rounded=True)
+    if "(spec=, --spec)" in message:
+        spec = at.with_name("mine.yaml")
+        spec.write_text(spec_of(case))
+        yield wrong(case, case.open(at, spec=spec, sizes={"vocab": 101}))
+    if "vocab=" in message:
+        yield wrong(case, case.open(at, sizes={"vocab": 101}))
+
+
+def spec_of(case: Case) -> str:
+    """A rule for each parameter, by what the case says of how it was cut."""
+    padded = {"sharded": 0, "padded": {"axis": 0, "to": "vocab"}}
+    kinds = {
+        "vocab": padded,
+        "replicated": "replicated",
+        "column": {"sharded": 0},
+        "row": {"sharded": 1},
+    }
+    params = case.about["parameters"]
+    shards = [{"param": p["name"], "pattern": kinds[p["layout"]["kind"]]} for p in params]
+    return json.dumps({"shards": shards})
 
 
 def raise_faults(checkpoint: ucp.Checkpoint) -> None:

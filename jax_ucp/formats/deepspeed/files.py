@@ -220,7 +220,7 @@ def open_files(folder: FilePath, weights_only: bool = False) -> TagFiles:
             ranks = _optimizers(folder, optimizer_names, run, weights_only)
     except (FormatError, OSError) as error:
         if run.zero3 or not weights_only:
-            if isinstance(error, FormatError) and not run.zero3:
+            if isinstance(error, FormatError) and not (run.zero3 or names["layers"]):
                 error.at(way_out="weights_only")
             raise
         unusable = str(error)

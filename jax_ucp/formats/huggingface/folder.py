@@ -92,10 +92,12 @@ def parse(path: FilePath, options: Options) -> Contents:
             raise FormatError(f"{entry}: {why}")
     choice, models = _chosen(path, options)
     require_all(path, choice.save)
-    training = training_beside(path, [entry.name for entry in path.children()])
-    if options.weights_only or not (training.optimizers or training.of_trainer):
+    training = None
+    if not options.weights_only:
+        training = training_beside(path, [entry.name for entry in path.children()])
+    if training and not (training.optimizers or training.of_trainer):
         training = None
-    elif len(models) > 1:
+    elif training and len(models) > 1:
         training = replace(training, model=options.model or MODEL)
     # without the options that decide of other files than those of the weights
     model = None if len(models) > 1 else options.model
