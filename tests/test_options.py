@@ -536,118 +536,44 @@ def test_rules_and_axes_that_are_not_used_are_printed_by_plan_and_convert(tmp_pa
         assert "not cut over modle: the mesh has no such axis" in text
 
 
-# Each option of each door, and what happens where it would change nothing:
-# `used` always, `refused` there, or `noted` there; or why it is harmless, and documented so.
-# fmt: off
-TABLE: dict[str, dict[str, str]] = {
-    "open": {"path": "used", "sizes": "refused", "spec": "refused",
-        "weights_only": "harmless: there is no optimizer to leave aside", "on_conflict": "noted",
-        "dequantize": "harmless: weights that are not quantised come as they are", "optimizer_groups": "refused",
-        "model": "refused", "step": "refused",
-        "share_reads": "harmless: in one process, or on a disk, each reads for itself"},
-    "diff": {"first": "used", "second": "used", "mapping": "used",
-        "rename": "harmless: a beginning that no label has renames none, and both then differ",
-        "only": "harmless: leaves that nothing matches are left out, and the count says so", "headers": "used",
-        "budget_bytes": "used", "progress": "used"},
-    "Checkpoint.merge": {"adapters": "refused"},
-    "Checkpoint.map": {"mapping": "used", "sizes": "refused",
-        "config": "harmless: a mapping that requires nothing asks for no key of it", "assume": "refused",
-        "params": "refused"},
-    "Checkpoint.plan": {"target": "used", "mesh": "noted", "rules": "noted", "cast": "refused", "partial": "refused",
-        "missing": "refused",
-        "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
-        "narrow_integers": "harmless: integers that JAX has as they are stay so"},
-    "Checkpoint.restore": {"target": "used", "mesh": "noted", "rules": "noted", "cast": "refused",
-        "partial": "refused", "missing": "refused",
-        "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
-        "narrow_integers": "harmless: integers that JAX has as they are stay so",
-        "verify": "harmless: nothing is stored twice there, nor has a checksum", "budget_bytes": "used"},
-    "Checkpoint.plan_optimizer": {"tx": "used", "params": "used", "step": "refused", "check": "used"},
-    "Checkpoint.torch_states": {"tx": "used", "model": "used", "params": "refused", "opt_state": "refused",
-        "step": "refused", "step_dtype": "used"},
-    "Checkpoint.plan_reads": {"mesh": "used", "rules": "noted", "hosts": "used"},
-    "Checkpoint.plan_save": {"budget_bytes": "used", "path": "used", "mesh": "noted", "rules": "refused",
-        "hosts": "refused"},
-    "Checkpoint.save": {"path": "used", "mesh": "noted", "rules": "refused", "hosts": "refused",
-        "budget_bytes": "used", "progress": "used", "executor": "used", **{"root": "used", "variables": "used",
-        "step": "used", "item": "refused", "custom_metadata": "refused"}},
-    "Checkpoint.plan_link": {"path": "used", "budget_bytes": "used"},
-    "Checkpoint.link": {**{"path": "used", "checksum": "used", "budget_bytes": "used", "progress": "used"},
-        "root": "used", "variables": "used", "step": "used", "item": "refused", "custom_metadata": "refused"},
-    "Checkpoint.plan_export": {"format": "used", "dtype": "noted", "max_shard_bytes": "refused",
-        "zero_stage": "refused", "config": "refused", "adapter_config": "refused", "like": "refused", "budget_bytes": "used"},
-    "Checkpoint.export": {"path": "used", "format": "used", "dtype": "noted", "max_shard_bytes": "refused",
-        "zero_stage": "refused", "config": "refused", "adapter_config": "refused", "like": "refused", "budget_bytes": "used",
-        "progress": "used", "executor": "used"},
-    "args.Save": {"item": "used", "budget_bytes": "used", "snapshot_bytes": "harmless: on CPU nothing is copied"},
-    "args.Restore": {"item": "used", "mesh": "noted", "rules": "noted", "cast": "refused", "partial": "refused",
-        "missing": "refused",
-        "share_reads": "harmless: in one process, or where no array is held by several, each reads its own",
-        "verify": "harmless: nothing is stored twice there, nor has a checksum", "budget_bytes": "used",
-        "narrow_integers": "harmless: integers that JAX has as they are stay so"},
-    "CheckpointHandler": {"budget_bytes": "used", "snapshot_bytes": "harmless: on CPU nothing is copied"},
-    "handler_registry": {"budget_bytes": "used", "snapshot_bytes": "harmless: on CPU nothing is copied"},
-    "orbax_context": {"context": "used"},
+# Of each option of functions and commands, by its name, what happens where it would change nothing:
+# it always changes something, or is refused there or noted there, or is harmless, and why.
+USED = """
+against args budget budget_bytes check context dry_run executor first format headers json_ launcher
+module optimizer output path progress root sample_above scheduler second source target to_step tx
+variables workers
+"""
+REFUSED = """
+adapter_config adapters all_ assume cast config custom_metadata files forward hosts inventory inverse
+item leaf like mapping max_shard max_shard_bytes merge missing model opt_state optimizer_groups params
+partial rules share sizes spec step step_dtype suggest zero_stage
+"""
+NOTED = "dtype mesh on_conflict"
+HARMLESS = {
+    "checksum": "a link that has them is verified by them",
+    "dequantize": "weights that are not quantised come as they are",
+    "narrow_integers": "integers that JAX has as they are stay so",
+    "no_dequantize": "weights that are not quantised come as they are",
+    "only": "leaves that nothing matches are left out, and the count says so",
+    "rename": "a beginning that no label has renames none, and both then differ",
+    "share_reads": "in one process, or where no array is held by several, each reads its own",
+    "snapshot_bytes": "on CPU nothing is copied",
+    "verify": "nothing is stored twice there, nor has a checksum",
+    "weights_only": "there is no optimizer to leave aside",
 }
-# fmt: on
-SOURCE = {
-    "mapping": "used",
-    "sizes": "refused",
-    "spec": "refused",
-    "weights_only": "harmless",
-    "on_conflict": "noted",
-}  # fmt: skip
-SOURCE |= {
-    "merge": "refused", "dequantize": "harmless", "no_dequantize": "harmless", "optimizer_groups": "refused",
-    "model": "refused", "step": "refused", "config": "refused", "assume": "refused", "params": "refused",
-    "inverse": "refused",
-}  # fmt: skip
-WORKERS = {"workers": "used", "scheduler": "used"}
-ON_A_MESH = {"mesh": "used", "rules": "refused", "hosts": "refused"}
-OPENING = (
-    "dequantize", "no_dequantize", "model", "on_conflict", "optimizer_groups", "sizes", "spec",
+FUNCTIONS = (
+    ucp.open, ucp.diff, ucp.args.Save, ucp.args.Restore, ucp.CheckpointHandler, ucp.handler_registry,
+    ucp.orbax_context,
 )  # fmt: skip
-OPENING += ("step", "weights_only")
-# fmt: off
-COMMAND_TABLE: dict[str, dict[str, str]] = {
-    "inspect": {**{"path": "used", "leaf": "refused", "json_": "used", **SOURCE},
-        **dict.fromkeys(("files", "inventory", "all_"), "refused")},
-    "diff": {**{"first": "used", "second": "used", "headers": "used", "rename": "harmless"}, **{"only": "harmless",
-        "all_": "used", "budget": "used", "json_": "used", **SOURCE}},
-    "plan": {**{"source": "used", "target": "used", "budget": "used", "json_": "used"},
-        **dict.fromkeys(("inventory", "all_"), "harmless"), **SOURCE, **ON_A_MESH},
-    "convert": {"source": "used", "target": "used", "budget": "used", "json_": "used", **SOURCE, **ON_A_MESH,
-        **WORKERS, **{"share": "refused", "progress": "used", "root": "used", "variables": "used"},
-        **{"to_step": "used", "item": "refused", "custom_metadata": "refused"}},
-    "link": {**{"source": "used", "target": "used", "budget": "used", "json_": "used", **SOURCE},
-        **{"dry_run": "used", "checksum": "harmless", "root": "used", "variables": "used"}, **{"to_step": "used",
-        "item": "refused", "custom_metadata": "refused"}},
-    "verify": {"path": "used", "json_": "used", **SOURCE, **WORKERS},
-    "index": {"source": "used", "target": "used", **{name: SOURCE[name] for name in OPENING}},
-    "map": {**{"source": "used", "target": "used", "suggest": "refused", "json_": "used"}, **{**SOURCE,
-        "mapping": "refused"}},
-    "mappings": {"source": "used", "config": "refused", "json_": "used"},
-    "run": {"module": "used", "launcher": "used", "args": "used"},
-    "report": {**{"path": "used", "output": "used", "against": "used", "rename": "refused"}, **{"headers": "used",
-        "sample_above": "used", "budget": "used", **SOURCE, **ON_A_MESH}},
-    "export": {**{"source": "used", "target": "used", "format": "used", "dtype": "noted", "json_": "used",
-        "budget": "used"}, **dict.fromkeys(("max_shard", "zero_stage", "opt_state", "step_dtype"), "refused"),
-        **{"adapter_config": "refused", "like": "refused", "forward": "refused"}, **{"share": "refused", "progress": "used"},
-        **{"optimizer": "used", **SOURCE, "params": "used", **WORKERS}},
-}
-# fmt: on
+METHODS = (
+    "merge", "map", "plan", "restore", "plan_optimizer", "torch_states", "plan_reads", "plan_save", "save",
+    "plan_link", "link", "plan_export", "export",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("door", TABLE)
-def test_what_becomes_of_every_option_is_decided(door):
-    call: Any = ucp
-    for part in door.split("."):
-        call = getattr(call, part)
-    names = [name for name in inspect.signature(call).parameters if name != "self"]
-    assert names == list(TABLE[door])
-
-
-def test_what_becomes_of_every_option_of_every_command_is_decided():
-    commands = every_command().items()
-    found = {name: {option.name for option in each.params} for name, each in commands}
-    assert found == {name: set(options) for name, options in COMMAND_TABLE.items()}
+def test_what_becomes_of_every_option_is_decided():
+    calls = [*FUNCTIONS, *(getattr(ucp.Checkpoint, name) for name in METHODS)]
+    found = {name for call in calls for name in inspect.signature(call).parameters} - {"self"}
+    found |= {option.name for command in every_command().values() for option in command.params}
+    decided = [*USED.split(), *REFUSED.split(), *NOTED.split(), *HARMLESS]
+    assert sorted(decided) == sorted(found)
