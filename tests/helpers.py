@@ -1,6 +1,7 @@
 """What several tests need: arrays in memory, and parameters cut by patterns."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -224,6 +225,28 @@ def differences(source: Checkpoint, target: Checkpoint, states: Collection[str] 
     found = set(target)
     same = (label for label in want & found if same_bits(source.read(label), target.read(label)))
     return sorted((want | found) - set(same))
+
+
+def comparable(leaf: Any) -> Any:
+    """What of a leaf must be the same after a restore: kind, dtype, shape and every bit."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return "key", str(jax.random.key_impl(leaf)), comparable(jax.random.key_data(leaf))
+    if isinstance(leaf, jax.Array | np.ndarray):
+        array = np.asarray(leaf)
+        return str(array.dtype), array.shape, array.tobytes()
+    return type(leaf), leaf
+
+
+def tree_differences(found: Any, want: Any) -> list[str]:
+    """Where two trees differ, in any node or any bit; host and device arrays are the same."""
+    flat = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
+    pairs = [flat(tree) for tree in (found, want)]
+    (found_leaves, found_tree), (want_leaves, want_tree) = pairs
+    if found_tree != want_tree:
+        return [f"{found_tree} is not {want_tree}"]
+    pairs = zip(found_leaves, want_leaves, strict=True)
+    other = [path for (path, a), (_, b) in pairs if comparable(a) != comparable(b)]
+    return [jax.tree_util.keystr(path) for path in other]
 
 
 @st.composite

@@ -10,7 +10,6 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ucp as ucp
-from helpers import changed, tree_of_files
+from helpers import changed, tree_differences, tree_of_files
 from hostile.files import resealed, without_crcs
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.universal import metadata
@@ -40,28 +39,6 @@ def save_with_manager(root: Path, step: int, tree: Any) -> Path:
     with ocp.CheckpointManager(root, item_handlers=ucp.CheckpointHandler()) as manager:
         manager.save(step, args=ucp.args.Save(tree))
     return root / str(step) / "default"
-
-
-def comparable(leaf: Any) -> Any:
-    """What of a leaf must be the same after a restore: kind, dtype, shape and every bit."""
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return "key", str(jax.random.key_impl(leaf)), comparable(jax.random.key_data(leaf))
-    if isinstance(leaf, jax.Array | np.ndarray):
-        array = np.asarray(leaf)
-        return str(array.dtype), array.shape, array.tobytes()
-    return type(leaf), leaf
-
-
-def differences(found: Any, want: Any) -> list[str]:
-    """Where two trees differ, in any node or any bit; host and device arrays are the same."""
-    flat = partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
-    pairs = [flat(tree) for tree in (found, want)]
-    (found_leaves, found_tree), (want_leaves, want_tree) = pairs
-    if found_tree != want_tree:
-        return [f"{found_tree} is not {want_tree}"]
-    pairs = zip(found_leaves, want_leaves, strict=True)
-    other = [path for (path, a), (_, b) in pairs if comparable(a) != comparable(b)]
-    return [jax.tree_util.keystr(path) for path in other]
 
 
 def data_files(item: Path) -> list[Path]:
@@ -161,7 +138,7 @@ def test_any_flipped_bit_of_array_data_is_an_error_to_us_and_to_stock_orbax(save
             by_stock += f"{name}/" in stock(item).get("error", "")
     assert (by_us, by_stock) == (FLIPS, FLIPS)
     assert set(parts) == {"data", "checksum", "index", "checksum of index"}, parts
-    assert differences(ucp.open(item).restore(), tree) == []
+    assert tree_differences(ucp.open(item).restore(), tree) == []
     assert stock(item) == {"arrays": digests(tree)}
 
 
@@ -172,8 +149,7 @@ def test_without_checksums_a_flipped_bit_is_other_data_and_the_comparison_sees_i
     file = tmp_path / "x" / "c" / "0"
     with changed(file, flipped(file.read_bytes(), 2001, 3)):
         found = ts.open(spec).result().read().result()
-    assert differences({"x": want}, {"x": want}) == []
-    assert differences({"x": found}, {"x": want}) == ["['x']"]
+    assert tree_differences({"x": found}, {"x": want}) == ["['x']"]
 
 
 def test_valid_chunks_of_other_data_are_seen_by_the_comparison_and_by_verify(small, tmp_path):
@@ -186,7 +162,7 @@ def test_valid_chunks_of_other_data_are_seen_by_the_comparison_and_by_verify(sma
         ucp.open(copy).restore()
     assert [fault.partition(":")[0] for fault in faults_of(copy)] == [f"{copy}/zeros"]
     resealed(copy, without_crcs)
-    assert differences(ucp.open(copy).restore(), tree) == ["['zeros']"]
+    assert tree_differences(ucp.open(copy).restore(), tree) == ["['zeros']"]
     assert [fault.partition(":")[0] for fault in faults_of(copy)] == [f"{copy}/zeros"]
 
 
@@ -200,8 +176,8 @@ def test_valid_chunks_of_other_data_are_seen_by_the_comparison_and_by_verify(sma
     ({"a": jax.random.key(1)},    {"a": jax.random.key_data(jax.random.key(1))}),
 ])  # fmt: skip
 def test_the_comparison_sees_kinds_and_nodes(found, want):
-    assert differences(found, found) == differences(want, want) == []
-    assert len(differences(found, want)) == 1
+    assert tree_differences(found, found) == tree_differences(want, want) == []
+    assert len(tree_differences(found, want)) == 1
 
 
 def test_any_flipped_bit_of_ucp_json_is_an_error(small):
@@ -240,7 +216,7 @@ def test_a_flipped_bit_in_any_other_file_is_found_by_opening_or_by_verify(small)
             if not any(str(file) in fault for fault in faults):
                 missed.append((file.name, at, bit, faults))
     assert missed == []
-    assert differences(ucp.open(item).restore(), tree) == []
+    assert tree_differences(ucp.open(item).restore(), tree) == []
 
 
 def test_a_missing_data_file_is_an_error_and_never_zeros(small, tmp_path, stock):
@@ -306,7 +282,7 @@ def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_op
         whole = set()
         for directory, found in opened_below(root):
             step = int(directory.relative_to(root).parts[0].partition(".")[0])
-            assert differences(found, trees[step]) == [], (moment, directory)
+            assert tree_differences(found, trees[step]) == [], (moment, directory)
             whole.add(step)
         with ocp.CheckpointManager(root, item_handlers=ucp.CheckpointHandler()) as manager:
             steps = manager.all_steps()
@@ -317,7 +293,7 @@ def test_a_save_killed_at_any_moment_leaves_whole_steps_and_nothing_else_that_op
             manager.wait_until_finished()
             for step in manager.all_steps():
                 want = trees[1 if step == 9 else step]
-                assert differences(manager.restore(step), want) == [], (moment, step)
+                assert tree_differences(manager.restore(step), want) == [], (moment, step)
         outcomes[len(steps)] += 1
         shutil.rmtree(root)
     assert len(kills) > KILLS
@@ -347,13 +323,13 @@ def test_a_convert_killed_at_any_moment_is_completed_by_the_same_convert(tmp_pat
         opened = list(opened_below(root))
         for directory, found in opened:
             assert directory == root / "converted", moment
-            assert differences(found, want) == [], moment
+            assert tree_differences(found, want) == [], moment
         if tree_of_files(root / "converted") == whole:
             with pytest.raises(FileExistsError, match="is a checkpoint already"):
                 ucp.open(source).save(root / "converted", budget_bytes=BUDGET)
         else:
             again = ucp.open(source).save(root / "converted", budget_bytes=BUDGET)
-            assert differences(again.restore(), want) == [], moment
+            assert tree_differences(again.restore(), want) == [], moment
         assert faults_of(root / "converted") == [], moment
         assert tree_of_files(root / "converted") == whole, moment
         outcomes[len({directory for directory, _ in opened})] += 1

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import cases
 import jax_ucp as ucp
-from helpers import faults_of, memory, mesh_of
+from helpers import faults_of, memory, mesh_of, tree_differences
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.export import folder
 from jax_ucp.files import local as directories
@@ -38,11 +38,6 @@ def tree(seed: int, packed: bool = False) -> dict:
     kernel = jax.device_put(rng.random((64, 32), np.float32), sharding)
     small = {f"s{i:04}": rng.random(3, np.float32) for i in range(1000 if packed else 2)}
     return {"kernel": kernel, "small": small, "name": f"run {seed}"}
-
-
-def same(found: dict, want: dict) -> bool:
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
-    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
 def remove(path: Path) -> None:
@@ -106,7 +101,8 @@ def test_what_disappears_under_a_save_ends_it(tmp_path, monkeypatch, what, async
 
         def is_there(step: int) -> None:
             assert manager.all_steps(read=True) == [step]
-            assert same(manager.restore(step, args=ucp.args.Restore(mesh=MESH)), tree(step, packed))
+            restored = manager.restore(step, args=ucp.args.Restore(mesh=MESH))
+            assert tree_differences(restored, tree(step, packed)) == []
 
         save(1)
         with monkeypatch.context() as patched:
