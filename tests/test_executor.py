@@ -68,24 +68,6 @@ in_pairs = pytest.mark.parametrize(("source", "executor", "job"), MET, indirect=
 
 
 @in_pairs
-def test_an_executor_writes_the_same_bytes(source, job, executor, tmp_path):
-    TARGETS[job](ucp.open(source), tmp_path / "here", {})
-    heard = []
-    how = {"executor": executor, "progress": heard.append}
-    TARGETS[job](ucp.open(source), tmp_path / "there", how)
-    assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
-    assert heard
-
-
-def test_what_is_made_of_a_checkpoint_is_sent_as_it_is(executor, tmp_path):
-    folder = ucp.open(DATA / "torch/hf_llama/ckpt")
-    checkpoint = folder.map("hf-llama-to-tunix", assume=["rope_theta"])
-    checkpoint.save(tmp_path / "here")
-    checkpoint.save(tmp_path / "there", executor=executor)
-    assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
-
-
-@in_pairs
 def test_a_flipped_bit_is_refused_with_the_same_words(source, job, executor, tmp_path):
     copied = tmp_path / "source"
     (shutil.copy if source.is_file() else shutil.copytree)(source, copied)
@@ -128,15 +110,6 @@ def test_every_byte_is_read_once_over_all_processes(source, job, logged, tmp_pat
     assert 0.98 < (here + there) / stored <= 1.02
 
 
-@pytest.mark.parametrize("job", TARGETS)
-def test_every_byte_is_read_once_by_an_executor_of_threads(source, job, tmp_path):
-    stored = sum(path.stat().st_size for path in files_of(source))
-    checkpoint = ucp.open(source)
-    with ThreadPoolExecutor(3) as threads, reads_of(source) as counts:
-        TARGETS[job](checkpoint, tmp_path / "out", {"executor": threads})
-    assert 0.98 < sum(int(count.sum()) for count in counts.values()) / stored <= 1.02
-
-
 def _trained() -> ucp.Checkpoint:
     """The weights of a training run in memory, with the states of its optimizer."""
     tx, params = optax.adam(1e-3), {"w": np.arange(8, dtype=np.float32)}
@@ -149,6 +122,9 @@ def _dequantized() -> ucp.Checkpoint:
 
 
 MADE = {
+    "mapped": lambda: ucp.open(DATA / "torch/hf_llama/ckpt").map(
+        "hf-llama-to-tunix", assume=["rope_theta"]
+    ),
     "in memory": lambda: ucp.Checkpoint.of({"param": {"w": np.arange(6).reshape(2, 3)}}),
     "of a training run": _trained,
     "dequantised": _dequantized,
@@ -157,12 +133,17 @@ MADE = {
 
 
 @pytest.mark.parametrize("made", MADE)
-def test_whatever_a_checkpoint_was_made_of_is_sent(made, executor, tmp_path):
-    checkpoint = MADE[made]()
-    checkpoint.save(tmp_path / "here")
-    checkpoint.save(tmp_path / "there", executor=executor)
+def test_whatever_a_checkpoint_was_made_of_is_sent_and_gives_the_same_bytes(
+    made, executor, tmp_path
+):
+    checkpoint, heard = MADE[made](), []
+    checkpoint.save(tmp_path / "here" / "ours")
+    checkpoint.save(tmp_path / "there" / "ours", executor=executor, progress=heard.append)
+    for format in ("dcp", "safetensors") if made != "mapped" else ():
+        checkpoint.export(tmp_path / "here" / format, format)
+        checkpoint.export(tmp_path / "there" / format, format, executor=executor)
     assert digests(tmp_path / "there") == digests(tmp_path / "here") != {}
-    checkpoint.export(tmp_path / "dcp", "dcp", executor=executor)
+    assert heard
     assert list(checkpoint.verify(executor=executor)) == list(checkpoint.verify())
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import jax_ucp as ucp
-from cases import DATA
 from jax_ucp.errors import StoreError, UCPError, UnsupportedPath
 from jax_ucp.files import remote
 from jax_ucp.files.http import ALLOWED_HOSTS, redirected
@@ -252,13 +251,3 @@ def test_one_connection_is_kept_for_requests_that_follow_one_another(tmp_path, m
         for _ in range(5):
             assert path.read_range(0, 100) == bytes(100)
         assert (len(connects), counts["GET"]) == (1, 5)
-
-
-def test_a_checkpoint_of_a_web_server_is_what_its_files_are():
-    folder = DATA / "torch" / "hf_llama" / "ckpt"
-    root = folder if folder.exists() else folder.parent
-    want = ucp.open(root)
-    with web.web(root) as (address, _):
-        got = ucp.open(address)
-        for label in want:
-            np.testing.assert_array_equal(got.read(label), want.read(label))
