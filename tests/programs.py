@@ -19,9 +19,10 @@ def python(*arguments: object, env: Mapping[str, str] | None = None, **how: Any)
     return done.stdout
 
 
-def killed(job: str, root: Path, source: Path | str = "", times=0) -> list[tuple[Path, str]]:
+def killed(job: str, root: Path | str, source: Path | str = "", times=0) -> list[tuple[Any, str]]:
     """Kills at so many random times, and at each moment of the last commit: where, and when."""
     order = {"job": job, "root": str(root), "source": str(source), "times": times, "seed": 0}
     worker = Path(__file__).parent / "workers" / "killed.py"
-    kills = json.loads(python(worker, json.dumps(order), env={"OPENBLAS_NUM_THREADS": "1"}))
-    return [(Path(kill["root"]), kill["last"]) for kill in kills]
+    env = {"OPENBLAS_NUM_THREADS": "1"}
+    kills = json.loads(python(worker, json.dumps(order), env=env, timeout=300 + 10 * times))
+    return [(type(root)(kill["root"]), kill["last"]) for kill in kills]

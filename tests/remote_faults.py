@@ -9,17 +9,13 @@ does it again: `--count 1 --seed N`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import os
 import random
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -33,24 +29,18 @@ import jax_ucp as ucp
 from helpers import faults_of
 from jax_ucp.errors import NotACheckpoint, UCPError
 from jax_ucp.files import object_store, remote
+from programs import killed
 from servers import stores
 from servers.fault_proxy import KINDS, FaultProxy, Faults
 from servers.stores import Store
+from workers.killed import small_tree
 
 RUN_S = 300  # after so long a run is said to hang
 OURS = (UCPError, FileExistsError, FileNotFoundError)
 
 
-def tree(seed: int) -> dict[str, Any]:
-    """A few small arrays: one of several chunks, integers, a scalar, a text."""
-    dice = np.random.default_rng(seed)
-    kernel = dice.normal(size=(96, 80)).astype(np.float32)
-    table = dice.integers(-128, 128, (31, 7), np.int8)
-    return {"kernel": kernel, "table": table, "step": np.int64(seed), "name": f"run {seed}"}
-
-
 def is_right(restored: Any, seed: int) -> bool:
-    want = tree(seed)
+    want = small_tree(seed)
     return set(restored) == set(want) and all(
         np.asarray(restored[key]).dtype == np.asarray(want[key]).dtype
         and np.array_equal(restored[key], want[key])
@@ -86,20 +76,20 @@ class Campaign:
 
     def run(self, what: str, seed: int) -> None:
         """One run: what is needed is made without faults; what happens is looked at without."""
-        url = f"{self._store.url}/{what}-{seed}"
-        with self._directly():
-            if what != "save":
-                ucp.CheckpointHandler().save(f"{url}/source", ucp.args.Save(tree(seed)))
+        url, through = f"{self._store.url}/{what}-{seed}", self._store.behind(self._proxy.endpoint)
+        os.environ.update(self._store.env)
+        if what != "save":
+            ucp.CheckpointHandler().save(f"{url}/source", ucp.args.Save(small_tree(seed)))
         self._proxy.set(random_faults(seed))
+        os.environ.update(through.env)
         begin = time.monotonic()
         faulthandler.dump_traceback_later(RUN_S, exit=True)
-        with self._through_faults():
-            end = self._end_of(what, seed, url)
+        end = self._end_of(what, seed, url)
         faulthandler.cancel_dump_traceback_later()
         self.result.slowest_s = max(self.result.slowest_s, time.monotonic() - begin)
         self.result.faults += Counter({k: self._proxy.met[k] for k in KINDS})
-        with self._directly():
-            fault = self._look(what, seed, url, end)
+        os.environ.update(self._store.env)
+        fault = self._look(what, seed, url, end)
         self.result.ends[f"{what}: {end}"] += 1
         if fault:
             self.result.findings.append(f"{what} --seed {seed}: {fault}")
@@ -127,19 +117,9 @@ class Campaign:
             return f"what it left opens, and: {type(error).__name__}: {error}"[:300]
         return None if right and not faults else f"what it left is wrong: {faults}"
 
-    @contextlib.contextmanager
-    def _directly(self) -> Iterator[None]:
-        os.environ.update(self._store.env)
-        yield
-
-    @contextlib.contextmanager
-    def _through_faults(self) -> Iterator[None]:
-        os.environ.update(self._store.behind(self._proxy.endpoint).env)
-        yield
-
 
 def save(url: str, seed: int) -> bool:
-    ucp.CheckpointHandler().save(f"{url}/target", ucp.args.Save(tree(seed)))
+    ucp.CheckpointHandler().save(f"{url}/target", ucp.args.Save(small_tree(seed)))
     return True
 
 
@@ -186,97 +166,39 @@ def campaign(store: Store, count: int, seed: int) -> Result:
     return runs.result
 
 
-def kills(store: Store, count: int, seed: int) -> Result:
-    """Saves that SIGKILL ends, each at another moment."""
+def kills(store: Store, count: int) -> Result:
+    """Saves that SIGKILL ends at so many random times, and at each moment of one."""
     result = Result()
     os.environ.update(store.env)
-    dice = random.Random(seed)
-    with savers() as saver:
-        usual = max(saver.save(f"{store.url}/whole-{n}", n, RUN_S)[1] for n in range(3))
-        for number in range(seed, seed + count):
-            url = f"{store.url}/kill-{number}"
-            done, _ = saver.save(url, number, dice.uniform(0, 1.2 * usual))
-            end = _what_is_left(url, number)
-            result.ends["kill: " + end] += 1
-            if end not in SOUND or (done and end != "a whole checkpoint"):
-                result.findings.append(f"kill --seed {number}: {end}, done: {done}")
+    for url, moment in killed("save to a bucket", f"{store.url}/kills", times=count):
+        end = _what_is_left(url)
+        result.ends["kill: " + end] += 1
+        if end not in SOUND or (moment == "done" and end != "a whole checkpoint"):
+            result.findings.append(f"killed at {moment}: {end}")
     return result
 
 
 SOUND = ("a whole checkpoint", "nothing, saved again", "nothing, kept for the writer")
 
 
-def _what_is_left(url: str, seed: int) -> str:
+def _what_is_left(url: str) -> str:
     """What a killed save left. Without a checkpoint, the same save is done again, or refused
     because of the writer that was killed.
     """
     try:
-        return "a whole checkpoint" if _is_sound(url, seed) else "WRONG"
+        return "a whole checkpoint" if _is_sound(url) else "WRONG"
     except NotACheckpoint:
         pass
     try:
-        ucp.CheckpointHandler().save(url, ucp.args.Save(tree(seed)))
+        ucp.CheckpointHandler().save(url, ucp.args.Save(small_tree(0)))
     except FileExistsError as error:
         return "nothing, kept for the writer" if "ucp.writer.json" in str(error) else str(error)
-    return "nothing, saved again" if _is_sound(url, seed) else "WRONG when saved again"
+    return "nothing, saved again" if _is_sound(url) else "WRONG when saved again"
 
 
-def _is_sound(url: str, seed: int) -> bool:
+def _is_sound(url: str) -> bool:
     checkpoint = ucp.open(url)
-    return is_right(checkpoint.restore(), seed) and not any(f for _, f in checkpoint.verify())
-
-
-_SAVER = """
-import os, sys
-sys.path.insert(0, {tests!r})
-import obstore
-from remote_faults import tree, ucp
-ucp.CheckpointHandler, ucp.args
-for line in sys.stdin:
-    url, seed = line.split()
-    child = os.fork()
-    if child == 0:
-        ucp.CheckpointHandler().save(url, ucp.args.Save(tree(int(seed))))
-        os._exit(0)
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-
-
-class Saver:
-    """A process that has imported everything, started no thread, and forks a child for each save."""
-
-    def __init__(self, process: subprocess.Popen[str]):
-        self._process = process
-
-    def save(self, url: str, seed: int, kill_after: float) -> tuple[bool, float]:
-        """Whether the save ended by itself, and after how many seconds."""
-        self._process.stdin.write(f"{url} {seed}\n")
-        self._process.stdin.flush()
-        child, begin = int(self._process.stdout.readline()), time.monotonic()
-        timer = threading.Timer(kill_after, _kill, [child])
-        timer.start()
-        status = int(self._process.stdout.readline())
-        timer.cancel()
-        return status == 0, time.monotonic() - begin
-
-
-def _kill(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        os.kill(process, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def savers() -> Iterator[Saver]:
-    source = _SAVER.format(tests=str(Path(__file__).parent))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", source], **pipes)
-    try:
-        yield Saver(process)
-    finally:
-        process.stdin.close()
-        process.wait(RUN_S)
-        process.stdout.close()
+    return is_right(checkpoint.restore(), 0) and not faults_of(checkpoint)
 
 
 def main() -> None:
@@ -288,7 +210,7 @@ def main() -> None:
     with stores.moto() as store:
         found = [campaign(store, options.count, options.seed)]
     with stores.moto() as store:
-        found += [kills(store, options.kills, options.seed)] if options.kills else []
+        found += [kills(store, options.kills)] if options.kills else []
     for result in found:
         for end, count in sorted(result.ends.items()):
             print(f"{count:6} {end}")

@@ -271,9 +271,9 @@ def test_faults_of_a_store_end_in_the_right_bits_or_an_error(s3):
 @pytest.mark.slow
 def test_killed_saves_leave_nothing_that_opens_and_is_wrong(s3):
     """A sample of `tests/remote_faults.py --kills`."""
-    result = kills(s3, 10, seed=10_000)
+    result = kills(s3, 10)
     assert result.findings == []
-    assert sum(result.ends.values()) == 10
+    assert sum(result.ends.values()) > 10
 
 
 @pytest.mark.parametrize("name", ["ucp-ledger_1_of_2.complete.jsonl", "ucp-ledger_1_of_2.jsonl"])

@@ -1,5 +1,5 @@
-"""Saves, converts and exports that SIGKILL ends: `python killed.py ARGUMENTS`, those of `main` in
-JSON.
+"""Saves, also to a bucket, converts and exports that SIGKILL ends: `python killed.py ARGUMENTS`, those
+of `main` in JSON.
 
 It prints what `main` returns.
 
@@ -70,6 +70,14 @@ def tree_of_step(step: int) -> Any:
     }
 
 
+def small_tree(seed: int) -> dict[str, Any]:
+    """A few small arrays: one of several chunks, integers, a scalar, a text."""
+    dice = np.random.default_rng(seed)
+    kernel = dice.normal(size=(96, 80)).astype(np.float32)
+    table = dice.integers(-128, 128, (31, 7), np.int8)
+    return {"kernel": kernel, "table": table, "step": np.int64(seed), "name": f"run {seed}"}
+
+
 def saving(root: str, source: str, bound: int | None = None) -> Callable[[], None]:
     """Asynchronous saves of all `STEPS` with `CheckpointManager`; the trees are made before. With a
     bound in stages, as from devices with a memory of their own.
@@ -88,6 +96,10 @@ def saving(root: str, source: str, bound: int | None = None) -> Callable[[], Non
     return save
 
 
+def saving_to_a_bucket(url: str, source: str) -> Callable[[], None]:
+    return lambda: ucp.CheckpointHandler().save(url, ucp.args.Save(small_tree(0)))
+
+
 def converting(root: str, source: str) -> Callable[[], None]:
     """`jax-ucp convert SOURCE ROOT/converted`."""
     command = ["convert", source, f"{root}/converted", "--budget", str(BUDGET), "--json"]
@@ -104,6 +116,7 @@ def exporting(root: str, source: str, format: str) -> Callable[[], None]:
 JOBS = {
     "save": saving,
     "save in stages": functools.partial(saving, bound=1 << 19),
+    "save to a bucket": saving_to_a_bucket,
     "convert": converting,
 }
 JOBS |= {f"export {name}": functools.partial(exporting, format=name) for name in EXPORT_FORMATS}
