@@ -14,9 +14,9 @@ from jax_ucp.errors import LayoutError, TreeMismatch
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.huggingface.companions import companions_in
 from jax_ucp.formats.huggingface.given_config import described
-from jax_ucp.formats.peft.config import saved_modules
+from jax_ucp.formats.peft.config import notes_of_alphas, saved_modules
 from jax_ucp.mapping import rules as mappings
-from jax_ucp.mapping.adapters import mapping_of
+from jax_ucp.mapping.adapters import PREFIX, mapping_of
 from jax_ucp.mapping.binding import bind, given_before, mapping_record, takes_buffer
 from jax_ucp.mapping.mapped_tree import map_contents
 from jax_ucp.mapping.model_config import CONFIG, config_from, config_of, given_config, joined
@@ -87,7 +87,10 @@ def _mapped(
         extras.pop(CONFIG, None)
     contents = replace(contents, extras=extras)
     origin = {**contents.origin, "mapping": record}
-    return map_contents(contents, states, bound.leaves, bound.skipped, bound.notes, origin)
+    notes = list(bound.notes)
+    if any(name.startswith(PREFIX) for name in shapes):
+        notes += notes_of_alphas(contents, shapes)
+    return map_contents(contents, states, bound.leaves, bound.skipped, notes, origin)
 
 
 # Settings in which null has no meaning, so that a given config may replace it.

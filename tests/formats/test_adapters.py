@@ -707,6 +707,29 @@ def test_moments_of_an_adapter_are_mapped_as_its_factors_are():
     np.testing.assert_array_equal(mapped.read(f"exp_avg/layers/{layer}/w_lora_a"), a.T)
 
 
+def test_the_alphas_of_factors_are_noted_where_they_are_not_those_of_all():
+    adapter = ucp.open(DATA / "rslora_patterns" / "adapter")
+    notes = adapter.map("hf-llama-to-tunix", **about("rslora_patterns")).notes
+    (note,) = [note for note in notes if "alpha" in note]
+    # 12 and 6 times the root of ranks 2, 4 and 8, and 1.5 times 2
+    assert "alpha 12 for model.layers.0.self_attn.k_proj and 3 more" in note
+    assert "3 for model.layers.0.self_attn.o_proj" in note
+    assert "16.9706 for model.layers.0.self_attn.q_proj and 2 more" in note
+    of_all = ucp.open(DATA / "lora" / "adapter").map("hf-llama-to-tunix", **about("lora"))
+    assert not any("alpha" in note for note in of_all.notes)
+
+
+@pytest.mark.parametrize(("said", "why"), [
+    ({"init_lora_weights": "pissa"}, "'pissa': the base was changed"),
+    ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens=\[3\]"),
+    ({"lora_alpha": "6"}, "lora_alpha is '6'"),
+])  # fmt: skip
+def test_an_adapter_whose_factors_are_not_added_to_the_base_is_not_mapped(said, why, tmp_path):
+    adapter = ucp.open(changed("lora", tmp_path, lambda arrays: None, **said))
+    with pytest.raises(FormatError, match=why):
+        adapter.map("hf-llama-to-tunix", **about("lora"))
+
+
 def test_what_qwix_has_no_factors_of_is_not_mapped():
     with pytest.raises(LayoutError, match="lora_magnitude_vector"):
         ucp.open(DATA / "dora" / "adapter").map("hf-llama-to-tunix", **about("dora"))

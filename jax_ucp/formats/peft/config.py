@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 from jax_ucp.arrays.contents import Contents
 from jax_ucp.errors import FormatError, TreeMismatch
 from jax_ucp.formats.nested import config_in
+from jax_ucp.layout.fragments import Shape
 from jax_ucp.name_patterns import NamePatterns
 from jax_ucp.text import visible
 
 CONFIG = "adapter_config.json"
 LORA = "LORA"  # the one `peft_type` that is merged
+_A = ".lora_A.weight"
 PREFIX = "base_model.model."  # what the names of a model's modules have before them
 
 # No adapter has so large a rank, nor an alpha.
@@ -131,18 +134,48 @@ def saved_modules(extras: Mapping[str, Any]) -> Sequence[str]:
 def with_config(contents: Contents, config: Mapping[str, Any]) -> Contents:
     """A checkpoint of factors with peft's config. Raises FormatError or TreeMismatch."""
     checked = LoraConfig.of(config, CONFIG)
-    for leaf in contents.leaves:
-        name = leaf.path[-1].name
-        if leaf.path[0].name == "param" and not str(name).startswith(PREFIX):
+    params = [leaf for leaf in contents.leaves if leaf.path[0].name == "param"]
+    for leaf in params:
+        if not str(leaf.path[-1].name).startswith(PREFIX):
             raise TreeMismatch(
                 f"{contents.path}: {leaf.label} is not a parameter of an adapter of peft: map it"
                 " back by the mapping of its base (--mapping)"
             )
-        if leaf.path[0].name == "param" and str(name).endswith(".lora_A.weight"):
-            module = str(name).removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            checked.scale(module, leaf.shape[0])
+    _alphas(checked, {str(leaf.path[-1].name): leaf.shape for leaf in params})
     extras = {**contents.extras, CONFIG: {"config": dict(config)}}
     return replace(contents, extras=extras)
+
+
+def notes_of_alphas(contents: Contents, factors: Mapping[str, Shape]) -> list[str]:
+    """A note with the alphas by which qwix gives an opened adapter's factors their scales, if they
+    are not all the config's `lora_alpha`. Raises FormatError for a config that is not of LoRA.
+    """
+    said = contents.extras.get(CONFIG, {}).get("config")
+    if said is None:
+        return []
+    config = LoraConfig.of(said, f"{contents.path}/{CONFIG}")
+    alphas = _alphas(config, factors)
+    if not {*alphas} - {config.alpha}:
+        return []
+    listed = [
+        f"{alpha:g} for {modules[0]}" + f" and {len(modules) - 1} more" * (len(modules) > 1)
+        for alpha, modules in alphas.items()
+    ]
+    return [
+        "no leaf has the scales of factors: for them a trainer that multiplies by alpha / rank, as"
+        f" qwix does, needs alpha {', '.join(listed[:4])}{', ...' * (len(listed) > 4)}"
+    ]
+
+
+def _alphas(config: LoraConfig, factors: Mapping[str, Shape]) -> dict[float, list[str]]:
+    """The modules by their scale times their rank. Raises FormatError if a scale is not certain."""
+    alphas: dict[float, list[str]] = defaultdict(list)
+    for name, shape in factors.items():
+        if name.endswith(_A):
+            module = name.removeprefix(PREFIX).removesuffix(_A)
+            alpha = config.scale(module, shape[0]) * shape[0]
+            alphas[float(f"{alpha:.9g}")].append(module)
+    return dict(alphas)
 
 
 def _require_lora(config: Mapping[str, Any], where: str) -> None:
