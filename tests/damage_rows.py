@@ -24,13 +24,11 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-import torch_writer
 from cases import CORRUPTED, Case, names_of
 from damages import (
     added,
@@ -46,7 +44,6 @@ from damages import (
     flipped,
     folders_exchanged,
     holding,
-    in_json,
     items_wiped,
     kind,
     less,
@@ -60,6 +57,8 @@ from damages import (
 )
 from folders import EmptyFolder, Link
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint, UCPError
+from torch_writer import Instance
+from torch_writer import saved as saved_by_torch
 
 RIGHT, SKIPPED, SHOWN, UNSEEN, TOLD = "right", "skipped", "shown", "unseen", "told"
 ROUNDED, PLAIN = "rounded", "plain"
@@ -103,98 +102,6 @@ def saved(what: str | type[UCPError]) -> Verdict:
     return Verdict(what, ("save",))
 
 
-# What a file of torch.save holds, changed in place.
-
-
-def without_a_group(tree: Any) -> None:
-    del tree["param_groups"][1]
-
-
-def without_a_state(tree: Any) -> None:
-    del tree["optimizer_state_dict"]["state"][1]
-
-
-def on_more_ranks(tree: Any) -> None:
-    counts = tree["partition_count"]
-    tree["partition_count"] = [2 for _ in counts] if isinstance(counts, list) else counts * 2
-
-
-def with_fewer_parameters(tree: Any) -> None:
-    tree["param_alignment_paddings"][0].pop()
-
-
-def with_a_shorter_partition(tree: Any) -> None:
-    masters = tree["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-    masters[1] = masters[1][:-1]
-
-
-def of_other_parameters(tree: Any) -> None:
-    inner = {"base_optimizer_state": {"state": {}}, "partition_count": [2, 2]}
-    inner["single_partition_of_fp32_groups"] = [np.zeros(8, np.float32)] * 2
-    tree.clear()
-    tree["optimizer_state_dict"] = inner
-
-
-def of_experts_before_data(tree: Any) -> None:
-    tree["ds_config"].update(use_data_before_expert_parallelism=True)
-
-
-def without_a_moment(tree: Any) -> None:
-    del tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg_sq"]
-
-
-def with_a_shorter_moment(tree: Any) -> None:
-    state = tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
-    state["exp_avg"] = state["exp_avg"][:-7]
-
-
-def with_masters_of_another_model(tree: Any) -> None:
-    tree["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] = np.zeros(8)
-
-
-def with_masters_of_one_group(tree: Any) -> None:
-    tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].pop()
-
-
-def of_another_wrapper(tree: Any) -> None:
-    tree["optimizer_state_dict"] = {"zen_partition": 1, "onebit_groups": []}
-
-
-def shared_by_some(tree: Any) -> None:
-    tree["optimizer_state_dict"]["partition_count"] = [2, 2]
-
-
-def says(**more: Any) -> Callable[[Any], None]:
-    """`universal_checkpoint_info` that says something else; nothing under a key of None."""
-
-    def other(tree: Any) -> None:
-        info = tree["universal_checkpoint_info"] | more
-        kept = {key: value for key, value in info.items() if value is not None}
-        tree["universal_checkpoint_info"] = kept
-
-    return other
-
-
-def without_args(tree: Any) -> None:
-    tree["args"] = torch_writer.Instance("mylib.Config", dict(tree["args"].state))
-
-
-def without_a_version(tree: Any) -> None:
-    del tree["checkpoint_version"]
-
-
-def of_three_layers(tree: Any) -> None:
-    tree["args"].state.update(num_layers=3)
-
-
-def without_states(tree: Any) -> None:
-    tree["optimizer"]["state"].clear()
-
-
-def without_optimizer(tree: Any) -> None:
-    del tree["optimizer"]
-
-
 # fmt: off
 
 LFS, PAGE = b"version https://git-lfs.github.com/spec/v1\n", b"<html>"
@@ -227,6 +134,16 @@ GQA, U3, UMOE = (f"deepspeed_universal/{name}" for name in ("tp2_dp1_z1_fp32_gqa
 MICS, NVME = "deepspeed_writers/mics_shard2_dp4", "deepspeed_writers/nvme_z3_small_dp2"
 WORDS = "embed.word_embeddings.weight"
 CRC = r"FILE: the bytes of storage \w+ do not have the CRC"
+STATE0, MASTERS = "optimizer_state_dict/base_optimizer_state/state/0", "optimizer_state_dict/single_partition_of_fp32_groups"
+INFO = "universal_checkpoint_info"
+
+
+def on_more_ranks(counts: Any) -> Any:
+    return [2 for _ in counts] if isinstance(counts, list) else 2 * counts
+
+
+OTHER_PARAMETERS: Any = {"base_optimizer_state": {"state": {}}, "partition_count": [2, 2]}
+OTHER_PARAMETERS["single_partition_of_fp32_groups"] = [np.zeros(8, np.float32)] * 2
 OWN = "the weights are the module's own[\\s\\S]*their masters were left aside, because"
 
 DEEPSPEED = {
@@ -250,11 +167,11 @@ DEEPSPEED = {
         (together(of_sibling("run", OPTIM)),    sampled(UCPError), "one of the files is damaged, or of another rank, step or run"),
         (flipped(M0, f"module/{WORDS}", -1),    sampled(UCPError), "FILE"),
         (flipped(M0, f"module/{WORDS}", 400),   UNSEEN, "FILE"),
-        (edited(BF1, of_another_wrapper),       FormatError, "FILE has neither the masters.*but zen_partition, onebit_groups: another optimizer wrapper"),
-        (edited(BF1, without_a_moment),         FormatError, r"FILE: group 0 has the optimizer states \['step', 'exp_avg'\].*saved before the first step"),
-        (edited(BF1, with_a_shorter_moment),    FormatError, r"FILE: exp_avg of group 0 has \d+ elements, where .* the partition of rank 1 of 2 has \d+"),
-        (edited(BF1, with_masters_of_another_model), FormatError, r"group 0 has \d+ elements by mp_rank_00_model_states\.pt, but the masters .* 8 in FILE"),
-        (edited(BF1, with_masters_of_one_group), FormatError, "FILE has 1 parameter groups, but .* describes 2; .* of an earlier save with other groups"),
+        (edited(BF1, "optimizer_state_dict", {"zen_partition": 1, "onebit_groups": []}),       FormatError, "FILE has neither the masters.*but zen_partition, onebit_groups: another optimizer wrapper"),
+        (edited(BF1, f"{STATE0}/exp_avg_sq"),         FormatError, r"FILE: group 0 has the optimizer states \['step', 'exp_avg'\].*saved before the first step"),
+        (edited(BF1, f"{STATE0}/exp_avg", lambda moment: moment[:-7]),    FormatError, r"FILE: exp_avg of group 0 has \d+ elements, where .* the partition of rank 1 of 2 has \d+"),
+        (edited(BF1, f"{MASTERS}/0", np.zeros(8)), FormatError, r"group 0 has \d+ elements by mp_rank_00_model_states\.pt, but the masters .* 8 in FILE"),
+        (edited(BF1, f"{MASTERS}/-1"), FormatError, "FILE has 1 parameter groups, but .* describes 2; .* of an earlier save with other groups"),
         (flipped(BF1, "avg", 7),                in_full(UCPError), CRC),
         (together(flipped(OPTIM, "state/0/step", 0)), sampled(UCPError), "do not have the CRC"),
         (flipped(BF1, "state/0/exp_avg$", 0),   weights(RIGHT), ""),
@@ -280,7 +197,7 @@ DEEPSPEED = {
         (together(missing(OPTIM)),              FormatError, rf"no \*_optim_states\.pt, but {M0} was written by ZeRO-1"),
         (together(missing(OPTIM)),              weights(ROUNDED), ""),
         (copied(R0, "zero_pp_rank_4_mp_rank_00_optim_states.pt"), FormatError, "FILE belongs to another run, or to an earlier save on more ranks"),
-        (together(edited(OPTIM, shared_by_some)), FormatError, r"of \[2, 2\] ranks, by its partition_count[\s\S]*a sharding over some of the ranks, which is not read"),
+        (together(edited(OPTIM, "optimizer_state_dict/partition_count", [2, 2])), FormatError, r"of \[2, 2\] ranks, by its partition_count[\s\S]*a sharding over some of the ranks, which is not read"),
     ],
     DP3: [
         (less(BF2, "lr"),                       FormatError, step("lr is")),
@@ -291,7 +208,7 @@ DEEPSPEED = {
         (exchanged(R0, R1),                     sampled(UCPError), "FILE|OTHER"),
         (of_sibling("run", R2),                 sampled(UCPError), "FILE"),
     ],
-    TINY: [(edited(OPTIM, with_a_shorter_partition), FormatError, "group 1 has 469 elements")],
+    TINY: [(edited(OPTIM, f"{MASTERS}/1", lambda masters: masters[:-1]), FormatError, "group 1 has 469 elements")],
     Z3: [
         (missing(S0),                           FormatError, "FILE is missing"),
         (missing(S1),                           FormatError, "FILE is missing"),
@@ -321,12 +238,12 @@ DEEPSPEED = {
         (exchanged(M0, M1),                     sampled(UCPError), "FILE|OTHER"),
         (less(M1, "last_batch_iteration"),      FormatError, step("iteration is 3, but 4")),
         (copied(M0, "mp_rank_02_model_states.pt"), FormatError, "FILE.*belongs to another run, or to an earlier save on more ranks"),
-        (together(edited("mp_rank_*_model_states.pt", says(universal_checkpoint_version=0.9))), FormatError, r"universal_checkpoint_info has version 0\.9"),
-        (together(edited("mp_rank_*_model_states.pt", says(tp_replicated_parameter_patterns=["no_such"]))), FormatError, r"patterns that match no parameter: \['no_such'\]"),
-        (together(edited("mp_rank_*_model_states.pt", says(autotp_unsupported_parameter_patterns={"layers": "a bug"}))),
+        (together(edited(MODEL, f"{INFO}/universal_checkpoint_version", 0.9)), FormatError, r"universal_checkpoint_info has version 0\.9"),
+        (together(edited(MODEL, f"{INFO}/tp_replicated_parameter_patterns", ["no_such"])), FormatError, r"patterns that match no parameter: \['no_such'\]"),
+        (together(edited(MODEL, f"{INFO}/autotp_unsupported_parameter_patterns", {"layers": "a bug"})),
                                                 FormatError, r"DeepSpeed says that the slices of layers\..* cannot be joined: a bug"),
-        (together(edited("mp_rank_*_model_states.pt", says(original_vocab_size=None))), FormatError, "has no original_vocab_size; give it"),
-        (together(edited("mp_rank_*_model_states.pt", says(original_vocab_size=1000))),
+        (together(edited(MODEL, f"{INFO}/original_vocab_size")), FormatError, "has no original_vocab_size; give it"),
+        (together(edited(MODEL, f"{INFO}/original_vocab_size", 1000)),
                                                 UCPError, r"word_embeddings\.weight by its universal_checkpoint_info with vocab=1000: the shards hold"),
     ],
     SWIGLU: [],
@@ -357,8 +274,8 @@ DEEPSPEED = {
         (of_another(EXPERT1, MOE1),             both(UCPError), "FILE has .* belongs to another run"),
         (exchanged("expp_rank_*"),              FormatError, "FILE was written as OTHER"),
         (copied("expp_rank_0_*", "expp_rank_1_*"), FormatError, "FILE was written as expp_rank_0"),
-        (edited("expp_rank_1_*", without_states), FormatError, "FILE.* are not those of expp_rank_0"),
-        (edited("expp_rank_1_*", without_optimizer), FormatError, "FILE.* has no optimizer"),
+        (edited("expp_rank_1_*", "optimizer/state", {}), FormatError, "FILE.* are not those of expp_rank_0"),
+        (edited("expp_rank_1_*", "optimizer"), FormatError, "FILE.* has no optimizer"),
         (less("expp_rank_1_*", "lr"),           FormatError, step(r"param_groups\[0\]\.lr is")),
     ],
     MOE1: [
@@ -409,14 +326,14 @@ DEEPSPEED = {
         (flipped(f"{WORDS}/fp32.pt", "", 400),  UNSEEN, "FILE"),
         (flipped(f"{WORDS}/exp_avg_sq.pt", "", 7), in_full(UCPError), CRC),
         (tensors_changed("less", "embed.position_embeddings.weight/step.pt", "", lambda x: x - 1), FormatError, r"step of group 0 is .*, but .* in zero/.*/step\.pt"),
-        (edited("optimizer_state.pt", without_a_group), FormatError, r"FILE has settings of the groups \[0\], but .* 2 groups"),
-        (edited("optimizer_state.pt", on_more_ranks), FormatError, "FILE is of 2 data-parallel ranks, .* of 1"),
-        (edited("optimizer_state.pt", with_fewer_parameters), FormatError, r"FILE is of \[9, 19\] parameters in its groups, .* of \[10, 19\]"),
+        (edited("optimizer_state.pt", "param_groups/1"), FormatError, r"FILE has settings of the groups \[0\], but .* 2 groups"),
+        (edited("optimizer_state.pt", "partition_count", on_more_ranks), FormatError, "FILE is of 2 data-parallel ranks, .* of 1"),
+        (edited("optimizer_state.pt", "param_alignment_paddings/0/-1"), FormatError, r"FILE is of \[9, 19\] parameters in its groups, .* of \[10, 19\]"),
     ],
     U3: [
-        (edited("optimizer_state.pt", without_a_group), FormatError, r"FILE has settings of the groups \[0\], but .* 2 groups"),
-        (edited("optimizer_state.pt", without_a_state), FormatError, r"FILE has states of the groups \[0\], but .* 2 groups"),
-        (edited("optimizer_state.pt", on_more_ranks), FormatError, "FILE is of 4 data-parallel ranks, .* of 2"),
+        (edited("optimizer_state.pt", "param_groups/1"), FormatError, r"FILE has settings of the groups \[0\], but .* 2 groups"),
+        (edited("optimizer_state.pt", "optimizer_state_dict/state/1"), FormatError, r"FILE has states of the groups \[0\], but .* 2 groups"),
+        (edited("optimizer_state.pt", "partition_count", on_more_ranks), FormatError, "FILE is of 4 data-parallel ranks, .* of 2"),
     ],
     UMOE: [],
 }
@@ -439,7 +356,7 @@ for case in (AUTO3, UMOE):  # also where the name that is written inside is that
             (as_named(copied(a, b)),            both(UCPError), "FILE: ds_autoep_layers says that it is of"),
         ]
 DEEPSPEED[UMOE] += [(together(replaced("zero/*.experts.w1/*.pt", b"ep_num_experts", b"of_num_experts")), FormatError, r"FILE has no ep_num_experts: DeepSpeed before 0\.19\.6.*weights_only")]
-DEEPSPEED[UMOE] += [(exchanged(S1, S2) + together(edited(MODEL, of_experts_before_data)), RIGHT, "")]
+DEEPSPEED[UMOE] += [(exchanged(S1, S2) + together(edited(MODEL, "ds_config/use_data_before_expert_parallelism", True)), RIGHT, "")]
 
 # Weights alone need neither masters nor moments, but for ZeRO-3, which has the weights there.
 for case in (Z1, TURNS, SWIGLU, MOE1):
@@ -448,7 +365,7 @@ for case in (Z1, TURNS, SWIGLU, MOE1):
         for damage in (missing(f"*{R1}"), cut(f"*{R1}", 0.5, 0))
         for verdict, words in ((UCPError, "FILE"), (weights(ROUNDED), f"(?=[\\s\\S]*FILE)[\\s\\S]*{OWN}"))
     ]
-    damage = edited(f"*{R1}", of_other_parameters)
+    damage = edited(f"*{R1}", "optimizer_state_dict", OTHER_PARAMETERS)
     DEEPSPEED[case] += [(damage, UCPError, "group"), (damage, weights(ROUNDED), OWN)]
 for case in (f"deepspeed/{name}" for name in names_of("deepspeed")):
     if any(Case(case).path.rglob(f"*{R0}")):
@@ -480,8 +397,8 @@ MEGATRON = {
     TP2_BF16: [
         (together(copied("mp_rank_01/*", "iter_0000003/mp_rank_01/", TP2_DP2)), FormatError, r"mp_rank_01/model_optim_rng\.pt is of another run .*use_distributed"),
         (renamed("mp_rank_01", "mp_rank_02", keep=True), FormatError, "mp_rank_02 belongs to another run"),
-        (together(edited(RNG, without_args)),   FormatError, r"FILE has an object of mylib\.Config, which .* for args, not an argparse\.Namespace"),
-        (together(edited(RNG, without_a_version)), FormatError, r"checkpoint_version None, where 2\.0 or later is needed"),
+        (together(edited(RNG, "args", lambda args: Instance("mylib.Config", dict(args.state)))),   FormatError, r"FILE has an object of mylib\.Config, which .* for args, not an argparse\.Namespace"),
+        (together(edited(RNG, "checkpoint_version")), FormatError, r"checkpoint_version None, where 2\.0 or later is needed"),
         (copied(f"mp_rank_00/{RNG}", f"iter_0000003/mp_rank_00/{FLAT}"), FormatError, "FOLDER/FILE has the states of a distributed optimizer.*was saved without one"),
         (flipped("mp_rank_01/*", "^model/decoder.layers.0.mlp.linear_fc1.weight", 0), saved(CorruptData), r"(?s)linear_fc1\.weight.*mp_rank_01"),
     ],
@@ -518,7 +435,7 @@ MEGATRON = {
     DIST: [
         (NEXT,                                  NotACheckpoint, "no such folder"),
         (NEXT + holding(TRACKER, b"4"),         FormatError, r"common\.pt is of iteration 3, but its folder is iter_0000004"),
-        (edited("common.pt", of_three_layers),  FormatError, "axis 0 should count the 3 layers that args in FILE tell of: that file or the others are of"),
+        (edited("common.pt", "args/num_layers", 3),  FormatError, "axis 0 should count the 3 layers that args in FILE tell of: that file or the others are of"),
     ],
     "megatron/torch_dcp_te_bf16": [(missing(".metadata"), NotACheckpoint, r"FOLDER has \.distcp files but no FILE: the save never ended")],
     "unknown/te_muon": [
@@ -603,7 +520,7 @@ for case in (*CHUNKED, ZARR):
     alike = sorted(ALIKE - {case}) if case in ALIKE else []
     MEGATRON[case] += [(of_another("common.pt", *alike), RIGHT, "")] if alike else []
     MEGATRON[case] += [(of_another("common.pt", *(o for o in (*CHUNKED, ZARR) if o not in (case, *alike))), FormatError, "iter_0000003")]
-NO_ARGS = torch_writer.saved({"iteration": 3, "optimizer": {"param_groups": [{"step": 3}]}})
+NO_ARGS = saved_by_torch({"iteration": 3, "optimizer": {"param_groups": [{"step": 3}]}})
 for case in (DIST_TP2, RESHARDABLE, "megatron/dist_pp2_vpp2_fp32", "megatron/dist_ep2_moe_distopt_dp_reshardable_fp32"):
     MEGATRON[case] += [(holding("common.pt", NO_ARGS), RIGHT, "there are no args")]
 
@@ -620,10 +537,6 @@ RANKS = [f"shard-{i:05}-model-00001-of-00001.safetensors" for i in range(6)]
 MODEL1, OPTIM1, EXTRA1 = (f"{kind}_world_size_2_rank_1.pt" for kind in ("model", "optim", "extra_state"))
 MODEL0, OPTIM0 = (f"{kind}_world_size_2_rank_0.pt" for kind in ("model", "optim"))
 WAY_OUT = "weights_only opens the weights alone"
-
-
-def total_size(index: Any) -> None:
-    index["metadata"]["total_size"] *= 2
 
 
 TORCH = {
@@ -656,7 +569,7 @@ TORCH = {
           for name in ("x.bak", f"{RANKS[4]}.bak", RANKS[5], f"{RANKS[4][:-12]} (1).safetensors")),
     ],
     SHARDED_2D: [(together(missing("*-model-00002-of-00002.safetensors")), FormatError, "none has one called model-00002-of-00002")],
-    RANK0: [(in_json(INDEX, total_size),        FormatError, "total_size 7862, and its files have 3931 bytes")],
+    RANK0: [(edited(INDEX, "metadata/total_size", lambda total: 2 * total),        FormatError, "total_size 7862, and its files have 3931 bytes")],
     CONSOLIDATED: [(missing(INDEX) + cut("c*/model-00001-of-00001.safetensors|model-00001-of-00001.safetensors", -100), CorruptData, "model-00001-of-00001.safetensors has .*cut short")],
     VERL: [
         (missing(f"{MODEL1}|{OPTIM1}|{EXTRA1}"), FormatError, "FILE is missing: each of 2"),
@@ -723,15 +636,8 @@ for case in (UNEVEN, "torch/fsdp2_tp_2x2", "torch/dcp_zstd", TWO_TABLES, "torch/
 
 # What Orbax of other ages wrote.
 
+TEXT = "tree_metadata/('text',)"
 UNMERGED, AGGREGATE = "jax/orbax05-processes_unmerged", "jax/orbax05-aggregate"
-
-
-def without_a_text(entries: Any) -> None:
-    del entries["tree_metadata"]["('text',)"]
-
-
-def with_a_text_elsewhere(entries: Any) -> None:
-    entries["tree_metadata"]["('text',)"]["value_metadata"]["skip_deserialize"] ^= True
 
 
 JAX = {
@@ -741,8 +647,8 @@ JAX = {
         (renamed("ocdbt.process_1", "ocdbt.process_2", keep=True), FormatError, "the database of another process has too"),
     ],
     AGGREGATE: [
-        (in_json("_METADATA", without_a_text),  FormatError, "has another tree than the _METADATA"),
-        (in_json("_METADATA", with_a_text_elsewhere), FormatError, "'text' should be in checkpoint by one of _METADATA"),
+        (edited("_METADATA", TEXT),  FormatError, "has another tree than the _METADATA"),
+        (edited("_METADATA", f"{TEXT}/value_metadata/skip_deserialize", lambda skips: not skips), FormatError, "'text' should be in checkpoint by one of _METADATA"),
         (missing("checkpoint"),                 FormatError, "or one is missing"),
     ],
 }

@@ -274,10 +274,32 @@ def on_path(change: Callable[[Path], object]) -> Edit:
     return edit
 
 
-def edited(pattern: str, change: Callable[[Any], object]) -> Damage:
-    """What a file of torch.save holds is other."""
-    about = f"with another {getattr(change, '__name__', 'tree')}"
-    return each(about, pattern, on_path(lambda path: torch_writer.edit(path, change)))
+GONE = object()
+
+
+def edited(pattern: str, path: str, value: Any = GONE) -> Damage:
+    """What a file of torch.save or of JSON holds is other at a path of keys: a value, what a
+    function makes of the one that is there, or nothing.
+    """
+    *above, last = (int(key) if re.fullmatch(r"-?\d+", key) else key for key in path.split("/"))
+
+    def change(tree: Any) -> None:
+        for key in above:
+            tree = tree[key]
+            tree = tree.state if isinstance(tree, torch_writer.Instance) else tree
+        if value is GONE:
+            del tree[last]
+        else:
+            tree[last] = value(tree[last]) if callable(value) else value
+
+    def edit(data: bytes) -> bytes:
+        if data[:1] != b"{":
+            return on_path(lambda file: torch_writer.edit(file, change))(data)
+        change(content := json.loads(data))
+        return json.dumps(content).encode()
+
+    about = "gone" if value is GONE else "other" if callable(value) else f"{value!r:.30}"
+    return each(f"with {path} {about}", pattern, edit)
 
 
 def replaced(pattern: str, old: bytes, new: bytes) -> Damage:
@@ -292,14 +314,6 @@ def replaced(pattern: str, old: bytes, new: bytes) -> Damage:
         return in_zip(data) if data[:4] == b"PK\3\4" else data.replace(old, new)
 
     return each(f"with {new!r} for {old!r}", pattern, edit)
-
-
-def in_json(pattern: str, change: Callable[[Any], object]) -> Damage:
-    def edit(data: bytes) -> bytes:
-        change(content := json.loads(data))
-        return json.dumps(content).encode()
-
-    return each(f"with another {change.__name__}", pattern, edit)
 
 
 def less(pattern: str, *keys: str) -> Damage:
