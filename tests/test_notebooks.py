@@ -13,6 +13,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+assert NOTEBOOKS
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_BYTES = 400_000
 
@@ -27,10 +28,6 @@ def figures(notebook: nbformat.NotebookNode) -> dict[int, list[bytes]]:
         if images := [b64decode(d["image/png"]) for d in data if "image/png" in d]:
             found[i] = images
     return found
-
-
-def test_there_are_notebooks():
-    assert NOTEBOOKS
 
 
 @each_notebook

@@ -17,7 +17,7 @@ import tensorstore as ts
 from jax.sharding import PartitionSpec as P
 
 import jax_ucp as ucp
-from helpers import faults_of
+from helpers import faults_of, flip_bit
 from jax_ucp.errors import ShardingWarning
 from jax_ucp.layout.blocks import grid_boxes
 from jax_ucp.sharding.fit import fit_spec
@@ -257,14 +257,6 @@ def test_processes_that_share_reads_prove_them_too(tmp_path):
     assert not any("It says" in each["sampled, sample"] for each in said), "both compared a sample"
 
 
-def damage(item: Path, at: float) -> None:
-    """Flip a bit of the only file of an array, at a fraction of its length."""
-    (file,) = item.glob("c*")
-    data = bytearray(file.read_bytes())
-    data[int(at * len(data))] ^= 1
-    file.write_bytes(data)
-
-
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("saved", ["saved_by_four", "packed_by_four"])
 def test_one_process_asks_a_store_for_what_all_of_them_open(processes, saved, request):
@@ -298,7 +290,8 @@ def test_what_one_process_cannot_read_all_raise_and_none_waits(saved_by_four, tm
     for copy in ("sound", "shared", "own", "missing"):
         shutil.copytree(saved_by_four / "0" / "default", tmp_path / copy)
     # row 576 of 1536: of the part of process 1
-    damage(tmp_path / "shared" / "big_replicated", 3 / 8)
+    (file,) = (tmp_path / "shared" / "big_replicated").glob("c*")
+    flip_bit(file, 3 * file.stat().st_size // 8)
     last = max((tmp_path / "own" / "big").glob("c*"))  # by rows: of process 3
     last.write_bytes(last.read_bytes()[:-100] + bytes(100))
     said = run(4, "share_faults", tmp_path)

@@ -25,6 +25,9 @@ FILES = {
     "Megatron's zarr": ("megatron/old0153_tp2_zarr_fp32/ckpt", ".zarray"),
     "Orbax's tree": ("orbax/plain", "_METADATA"),
     "Orbax's zarr": ("orbax/plain", ".zarray"),
+    "Orbax's shardings": ("orbax/plain", "_sharding"),
+    "Orbax's texts": ("orbax/plain", "_strings.json"),
+    "Orbax's kinds of arrays": ("orbax/plain", "process_0"),
     "a manager's metrics": ("jax/orbax01125-v1_training/ckpt", "metrics"),
 }
 
@@ -42,6 +45,7 @@ VALUES = {
     "a name that is half of a pair": r'{"\udfff": 1}',
     "an integer of 4,000 digits": "9" * 4000,
     "an integer of 5,000 digits": "9" * 5000,
+    "a million lists": "[" * 10**6,
     "no number": "[NaN, -Infinity, 1e999]",
 }
 REFUSED = [name for name in VALUES if "deep" in name or "pair" in name]

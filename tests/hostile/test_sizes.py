@@ -235,23 +235,6 @@ def test_the_command_line_says_that_there_is_not_enough_memory(tmp_path, monkeyp
     assert output.startswith("Error: there is not enough memory")
 
 
-def test_json_of_any_depth_is_refused(tmp_path):
-    for i, deep in enumerate((b"[" * 10**6, b'{"a":' * 10**5, b"[" * 900 + b"]" * 900)):
-        path = stock(tmp_path / f"stock{i}")
-        for file in (
-            "_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0", "rate/.zarray",
-        ):  # fmt: skip
-            before = (path / file).read_bytes()
-            (path / file).write_bytes(deep)
-            with pytest.raises(UCPError):
-                ucp.open(path)
-            (path / file).write_bytes(before)
-        ours = saved(tmp_path / f"ours{i}", {"a": np.ones(2, np.float32)})
-        (ours / "ucp.json").write_bytes(deep)
-        with pytest.raises(UCPError):
-            ucp.open(ours)
-
-
 @pytest.mark.parametrize("place", ["extras", "source"])
 def test_values_of_ours_of_any_depth_are_refused(tmp_path, place):
     value: object = 1
