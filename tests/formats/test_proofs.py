@@ -3,7 +3,6 @@
 flipped bytes.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,34 +61,7 @@ def flip_item(folder: Path, fqn: str, element: int, chunk: int = 0) -> str:
     return span.file
 
 
-# Files of other ranks, and of other steps.
-
-
-def replicas(folder: Path, *values: np.ndarray) -> Path:
-    """What ranks write by DCP without collectives: each all it has, so that there are copies."""
-    for rank, whole in enumerate(values):
-        writer = Writer(folder)
-        writer.tensor("w", whole, [(f"__{rank}_0.distcp", Box.whole(whole.shape))])
-        writer.finish(f"__{rank}.metadata")
-    return folder
-
-
-def test_a_replica_of_another_step_is_refused(tmp_path):
-    whole = np.arange(5000, dtype=np.float32)
-    found = refusal(replicas(tmp_path, whole, whole * 1.01))
-    assert re.search(r"__0_0\.distcp:w@0 and __1_0\.distcp:w@0", found)
-
-
 # Flipped bytes.
-
-
-@pytest.mark.parametrize(("element", "verify"), [(-1, "sample"), (400, "full")])
-def test_a_flipped_bit_of_a_replica_is_refused(tmp_path, element, verify):
-    folder = replicas(tmp_path, *[np.arange(5000, dtype=np.float32)] * 2)
-    name = flip_item(folder, "w", element, chunk=1)
-    if verify == "full":
-        ucp.open(folder).restore()  # that is what a sample is
-    assert name in refusal(folder, verify=verify)
 
 
 @pytest.mark.parametrize("case", ["deepspeed/z0_bf16_dp1", "deepspeed/z0_fp16_dp2_frozen"])
@@ -113,16 +85,6 @@ def test_items_of_dcp_are_summed_in_full(tmp_path, name):
     flip_item(tmp_path, name, 5, chunk=1)
     ucp.open(tmp_path).restore()
     assert "__1_0.distcp: the bytes of storage" in refusal(tmp_path, verify="full")
-
-
-def test_what_is_sound_is_restored_alike_with_either_extent():
-    cases = "deepspeed/z1_bf16_dp2", "deepspeed/moe_ep2_dp2_z1_bf16"
-    for name in (*cases, "megatron/legacy_tp2_dp2_distopt_bf16/ckpt"):
-        checkpoint = ucp.open(DATA / name)
-        restored = (checkpoint.restore(verify=extent) for extent in ("sample", "full"))
-        sampled, full = map(jax.tree.leaves, restored)
-        assert len(sampled) == len(checkpoint.leaves)
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(sampled, full, strict=True))
 
 
 def test_an_extent_that_is_none_is_refused():
@@ -203,11 +165,6 @@ def test_a_leaf_is_proved_once_and_then_read(monkeypatch):
         asked.append(len(checkpoint._reads._passed))
     assert asked[0] >= 1
     assert asked == [asked[0]] * 3
-
-
-def test_who_says_whom_to_believe_gets_it_without_a_comparison(in_two_minds):
-    for on_conflict in ("master", "copy"):
-        ucp.open(in_two_minds.path, on_conflict=on_conflict).restore(verify="sample")
 
 
 def test_arrays_that_a_mapping_says_are_tied_are_compared(tmp_path):

@@ -4,7 +4,6 @@ import re
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -13,9 +12,7 @@ from cases import DATA as CASES
 from cases import Case, faults_of
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.deepspeed.modules import layer_names
-from jax_ucp.formats.deepspeed.moe import global_name
 from jax_ucp.formats.deepspeed.tensor_parallel import TensorParallel, affine_layout
-from jax_ucp.layout.patterns import partitioned_layouts
 from torch_writer import rewrite
 
 DATA, UNIVERSAL = CASES / "deepspeed", CASES / "deepspeed_universal"
@@ -153,32 +150,6 @@ def test_an_affine_map_of_another_world_is_refused():
         affine_layout(affine(), [(4, 2)] * 3, "w")
     with pytest.raises(FormatError, match="but the file has"):
         affine_layout(affine(), [(4, 2), (4, 3)], "w")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_pieces_of_each_parameter_put_in_order_are_the_parameter(ranks):
-    shapes = {"a": (3, 5), "b": (1,), "c": (), "d": (2, 3, 4), "e": (7,)}
-    whole = {n: np.arange(np.prod(shape), dtype=np.float32) for n, shape in shapes.items()}
-    whole = {name: array.reshape(shapes[name]) + 100 for name, array in whole.items()}
-    buffers: list[np.ndarray] = [np.zeros(0, np.float32)] * ranks
-    for array in whole.values():
-        piece = -(-array.size // ranks)
-        padded = np.concatenate([array.ravel(), np.zeros(piece * ranks - array.size, np.float32)])
-        spans = [slice(i * piece, (i + 1) * piece) for i in range(len(buffers))]
-        buffers = [np.concatenate([b, padded[s]]) for b, s in zip(buffers, spans, strict=True)]
-    for name, layout in partitioned_layouts(shapes, ranks).items():
-        layout.check()
-        got = np.full(shapes[name], np.nan, np.float32)
-        for f in layout.parts:
-            got[f.target_box.index] = buffers[f.input][f.source_box.index].reshape(f.sizes)
-        np.testing.assert_array_equal(got, whole[name])
-        assert layout.shards == tuple((b.size,) for b in buffers)
-
-
-def test_experts_are_numbered_over_all_ranks():
-    names = [f"layers.1.deepspeed_moe.experts.deepspeed_experts.{k}.fc1.weight" for k in range(3)]
-    assert global_name(names[2], 1, dict.fromkeys(names, (2, 2))) == names[2].replace(".2.", ".5.")
-    assert global_name("layers.1.weight", 1, dict.fromkeys(names, (2, 2))) == "layers.1.weight"
 
 
 def test_a_tied_layer_whose_key_cannot_be_told_is_left_out():

@@ -20,7 +20,7 @@ from gguf_table import BY_GGUF_PY, digest, table
 from gguf_writer import BLOCKS, Tensor, Written, random_blocks
 from helpers import mesh_of, restored_on
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.errors import LayoutError, QuantizedWeights
+from jax_ucp.errors import LayoutError
 from jax_ucp.formats.quantized.ggml import TYPES
 from test_read_once import reads_of
 
@@ -157,25 +157,6 @@ def test_a_chain_of_mappings_ends_on_a_mesh_in_the_models_leaves(case):
         assert same_bits(np.asarray(array), mapped.read(leaf.label)), leaf.label
 
 
-@pytest.mark.parametrize("case", ["llama31_bf16", "llama_k", "gemma_f32"])
-def test_a_mapped_model_is_exported_as_a_folder_of_safetensors(case, tmp_path):
-    mapped = opened(case, "bfloat16").map(Case(f"gguf/{case}").about["mapping"])
-    mapped.export(tmp_path / "hf", "safetensors")
-    again = ucp.open(tmp_path / "hf")
-    assert again.config == mapped.config
-    for leaf in mapped.leaves:
-        assert same_bits(again.read(leaf.label), mapped.read(leaf.label))
-
-
-def test_what_a_mapping_moved_goes_back(tmp_path):
-    checkpoint = opened("llama_f32")
-    mapping = ucp.Mapping.load("gguf-llama-to-hf")
-    back = checkpoint.map(mapping).map(mapping.inverse())
-    assert set(back) == set(checkpoint)
-    for leaf in back.leaves:
-        assert same_bits(back.read(leaf.label), checkpoint.read(leaf.label))
-
-
 def test_of_deepseek_in_older_files_keys_and_values_are_in_one():
     said, checkpoint = Case("gguf/deepseek3_bf16").about, opened("deepseek3_bf16")
     arrays = {name: param.read() for name, param in checkpoint.params.items()}
@@ -198,14 +179,6 @@ def test_inspect_begins_with_the_architecture_and_the_type_of_the_file():
     assert re.search(r"GGUF v3, llama, Q8_0", output)
     about = json.loads(run("inspect", "--json", Case("gguf/qwen2_f32").path))
     assert about["writer"] == "GGUF v3, qwen2, F32"
-
-
-def test_without_a_word_quantised_weights_are_refused(tmp_path):
-    text = run("convert", Case("gguf/llama_k").path, tmp_path / "out", code=1)
-    assert "--dequantize" in text
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(QuantizedWeights, match=r"token_embd.weight \(ggml Q"):
-        ucp.open(Case("gguf/llama_k").path).map("gguf-llama-to-hf")
 
 
 def test_a_conversion_reads_every_block_once(tmp_path):

@@ -39,19 +39,25 @@ def tensors(version: int) -> dict[str, np.ndarray]:
 
 
 def parts(folder: Path, arrays: dict[str, np.ndarray], of: int, index: bool, like="model", **how):
-    """The arrays in so many numbered files, and an index that names them."""
+    """The arrays in so many numbered files, and an index that names them, with a total size."""
     suffix, save = how.get("suffix", "safetensors"), how.get("save", write)
     files = [folder / f"{like}-{n:05}-of-{of:05}.{suffix}" for n in range(1, of + 1)]
     weight_map = {name: files[i % of].name for i, name in enumerate(arrays)}
     for file in files:
         save(file, {name: array for name, array in arrays.items() if weight_map[name] == file.name})
     if index:
-        (folder / f"{like}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        metadata = {"total_size": how["total"]} if "total" in how else {}
+        said = {"metadata": metadata, "weight_map": weight_map}
+        (folder / f"{like}.{suffix}.index.json").write_text(json.dumps(said))
     return files
 
 
 def write_torch(path: Path, arrays: dict[str, np.ndarray]) -> None:
     torch_save(arrays, path)
+
+
+SAFETENSORS = {"like": "model", "suffix": "safetensors", "save": write}
+OF_TORCH = {"like": "pytorch_model", "suffix": "bin", "save": write_torch}
 
 
 @dataclass(frozen=True)
@@ -136,10 +142,10 @@ def test_any_folder_is_what_transformers_would_load_or_refused_by_a_name(tmp_pat
         assert not belongs or read or file.name in told or "..." in told, file.name
 
 
-@given(st.integers(1, 4), st.data())
-def test_one_of_several_parts_is_refused_whatever_else_is_there(tmp_path_factory, of, data):
+@given(st.integers(1, 4), st.sampled_from([SAFETENSORS, OF_TORCH]), st.data())
+def test_one_of_several_parts_is_refused_whatever_else_is_there(tmp_path_factory, of, how, data):
     at = tmp_path_factory.mktemp("f")
-    files = parts(at, tensors(0), of, index=data.draw(st.booleans()))
+    files = parts(at, tensors(0), of, data.draw(st.booleans()), **how)
     for file in data.draw(st.sets(st.sampled_from(files), max_size=of - 1)):
         file.unlink()
     for file in (file for file in files if file.exists()):
@@ -156,21 +162,6 @@ def test_one_of_several_parts_is_refused_whatever_else_is_there(tmp_path_factory
 # What a name or an index says is missing.
 
 
-def test_files_of_torch_that_are_parts_are_refused_too(tmp_path):
-    files = parts(tmp_path, tensors(0), 2, False, "pytorch_model", suffix="bin", save=write_torch)
-    assert len(ucp.open(tmp_path).leaves) == len(NAMES)
-    with pytest.raises(FormatError, match="one of 2 parts of a model, all beside it"):
-        ucp.open(files[0])
-    files[0].unlink()
-    for path in (tmp_path, files[1]):
-        with pytest.raises(FormatError, match=files[0].name):
-            ucp.open(path)
-    part = tmp_path / "hf_model-00003-of-00004.pt"
-    write_torch(part, tensors(0))
-    with pytest.raises(FormatError, match=r"one of 4 .*, of which 3 are missing: hf_model-00001"):
-        ucp.open(part)
-
-
 @pytest.mark.parametrize(
     "name", ["../x.safetensors", "/etc/passwd", "x" * 3000, "a\0b", "\ud800", "", ".", "..", "a/b"]
 )
@@ -184,23 +175,13 @@ def test_an_index_that_names_no_file_of_the_folder_is_refused(tmp_path, name):
             ucp.open(path)
 
 
-def test_an_index_that_lacks_files_is_not_outvoted_by_parts_that_it_does_not_name(tmp_path):
-    gone = parts(tmp_path, tensors(0), 2, index=True)
-    parts(tmp_path, tensors(1), 3, index=False)
-    for file in gone:
-        file.unlink()
-    words = rf"{INDEX} is of 2 files, of which 2 are not beside it: '{gone[0].name}'"
-    with pytest.raises(FormatError, match=words):
-        ucp.open(tmp_path)
-
-
 @given(st.integers(2, 4), st.booleans(), st.data())
 def test_an_index_that_names_some_of_the_parts_is_refused(tmp_path_factory, of, torch, data):
     at = tmp_path_factory.mktemp("f")
-    own = ("bin", "pytorch_model", write_torch), ("safetensors", "model", write)
-    suffix, like, save = own[0 if torch else 1]
+    how = OF_TORCH if torch else SAFETENSORS
+    like, suffix, save = how.values()
     arrays = {f"{name} {i}": array for i in range(2) for name, array in tensors(0).items()}
-    files = parts(at, arrays, of, True, like, suffix=suffix, save=save)
+    files = parts(at, arrays, of, True, **how)
     unnamed = data.draw(st.sets(st.sampled_from(files), min_size=1, max_size=of - 1))
     index = at / f"{like}.{suffix}.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
@@ -214,6 +195,27 @@ def test_an_index_that_names_some_of_the_parts_is_refused(tmp_path_factory, of, 
             ucp.open(path)
     save(at / f"{like}.{suffix}", tensors(1))  # the whole model, beside an index that was cut
     assert_is_the_truth(ucp.open(at), tensors(1))
+
+
+def test_an_index_of_files_of_torch_names_what_is_in_them(tmp_path):
+    first, second = parts(tmp_path, tensors(0), 2, True, **OF_TORCH, total=72)
+    (tmp_path / "config.json").write_text('{"model_type": "toy"}')
+    write_torch(tmp_path / "training_args.bin", {})
+    checkpoint = ucp.open(tmp_path)
+    assert_is_the_truth(checkpoint, tensors(0))
+    assert checkpoint.extras["config.json"]["config"] == {"model_type": "toy"}
+    assert checkpoint.extras["pytorch_model.bin.index.json"]["total_size"] == 72
+    assert checkpoint.notes == ["not read: training_args.bin: the state of the trainer"]
+    write_torch(tmp_path / "pytorch_model.bin", tensors(1))
+    with pytest.raises(FormatError, match=r"two saves .*, pytorch_model\.bin and .*bin\.index"):
+        ucp.open(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    shutil.copy(second, first)
+    with pytest.raises(FormatError, match=r"b\.weight.* would be two tensors"):
+        ucp.open(tmp_path)
+    write_torch(first, {"d": np.zeros(2, np.float32)})
+    with pytest.raises(FormatError, match=rf"weight of {first.name} is in the index, but not"):
+        ucp.open(tmp_path)
 
 
 @pytest.mark.parametrize("stem", ["model", "weights", "shard"])
@@ -236,7 +238,7 @@ def test_parts_that_are_numbered_from_0_to_their_number_are_whole(tmp_path):
 
 def test_parts_of_safetensors_that_are_not_whole_are_left_for_parts_of_torch_that_are(tmp_path):
     parts(tmp_path, tensors(0), 2, index=False)[0].unlink()
-    parts(tmp_path, tensors(1), 2, False, "pytorch_model", suffix="bin", save=write_torch)
+    parts(tmp_path, tensors(1), 2, False, **OF_TORCH)
     checkpoint = ucp.open(tmp_path)
     assert_is_the_truth(checkpoint, tensors(1))
     rest = "not read: model-00002-of-00002.safetensors: belongs to a save of which 1 files"
@@ -571,36 +573,22 @@ def test_what_should_be_a_file_and_is_a_folder_or_leads_nowhere_is_refused(tmp_p
         ucp.open(tmp_path)
 
 
-def indexed(folder: Path, suffix: str, files: list[dict[str, np.ndarray]], total: int) -> Path:
-    """A model in several files, with an index that says how many bytes the tensors have."""
-    stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
-    names = [f"{stem}-{i + 1:05}-of-{len(files):05}.{suffix}" for i in range(len(files))]
-    for name, arrays in zip(names, files, strict=True):
-        (write if suffix == "safetensors" else write_torch)(folder / name, arrays)
-    weight_map = {key: name for name, arrays in zip(names, files, strict=True) for key in arrays}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
-    return folder
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_a_shard_of_another_dtype_or_shape_beside_an_index_is_noted(suffix, tmp_path):
-    first, second = ({f"w{i}": np.full((4, 6), i + 1, np.float32)} for i in range(2))
-    others = {"dtype": {"w1": second["w1"].astype(np.float16)}, "shape": {"w1": second["w1"][:3]}}
-    for name, other in {"own": second, **others}.items():
-        (tmp_path / name).mkdir()
-        notes = ucp.open(indexed(tmp_path / name, suffix, [first, other], total=192)).notes
-        nbytes = 96 + other["w1"].nbytes
-        said = f"says that the tensors have 192 bytes, and they have {nbytes}: a file of another"
-        assert sum(said in note for note in notes) == (name != "own")
+@pytest.mark.parametrize("how", [SAFETENSORS, OF_TORCH])
+@pytest.mark.parametrize(("change", "nbytes"), [
+    (lambda second: second,                    192),
+    (lambda second: second.astype(np.float16), 144),
+    (lambda second: second[:3],                168),
+], ids=["own", "dtype", "shape"])  # fmt: skip
+def test_a_shard_of_another_dtype_or_shape_beside_an_index_is_noted(how, change, nbytes, tmp_path):
+    first, second = (np.full((4, 6), i, np.float32) for i in range(2))
+    parts(tmp_path, {"w0": first, "w1": change(second)}, 2, True, **how, total=192)
+    said = f"says that the tensors have 192 bytes, and they have {nbytes}: a file of another"
+    assert any(said in note for note in ucp.open(tmp_path).notes) == (nbytes != 192)
 
 
 @pytest.mark.parametrize("total", [96, 192])
 def test_a_total_may_count_two_names_of_one_tensor_once_or_twice(total, tmp_path):
     storage = Storage("0", np.arange(24, dtype=np.float32))
     tied = {name: Tensor(storage, 0, (4, 6), (6, 1)) for name in ("head", "embed")}
-    torch_save(tied, tmp_path / "pytorch_model.bin")
-    weight_map = dict.fromkeys(tied, "pytorch_model.bin")
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    parts(tmp_path, tied, 1, True, **OF_TORCH, total=total)
     assert not [note for note in ucp.open(tmp_path).notes if "bytes" in note]

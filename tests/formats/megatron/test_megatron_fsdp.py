@@ -37,38 +37,6 @@ DATA = CASES_DATA / "megatron"
 CASES = [case for case in names_of("megatron") if case.startswith(("torch_dcp", "fsdp_dtensor"))]
 
 
-def test_a_path_says_what_a_leaf_is_and_wrappers_are_not_in_names():
-    paths = {
-        "a": ("model", "module.decoder.w"),
-        "b": ("optimizer", "state", "module.module.decoder.w", "exp_avg"),
-        "c": ("optimizer", "param_to_group_meta", "module.module.decoder.w", "lr"),
-        "d": ("rng_state", "(0, 0)", 0, "torch_rng_state"),
-    }
-    found = saved(paths, {fqn: fqn for fqn in paths})
-    assert found.weights == {"decoder.w": "a"}
-    assert found.named == {("decoder.w", "exp_avg"): "b"}
-    assert found.settings == {"decoder.w": {"lr": "c"}}
-    assert (found.numbered, found.beside) == ([], ["d"])
-
-
-def test_an_optimizer_without_masters_numbers_its_parameters_too():
-    paths = {"a": ("optimizer", "state", "10", "exp_avg")}
-    found = saved(paths, {"a": "moment"})
-    assert (found.named, found.numbered) == ({}, [{"state": {10: {"exp_avg": "moment"}}}])
-
-
-@pytest.mark.parametrize("chained", [False, True])
-def test_optimizers_that_number_their_parameters_are_dicts_with_lists_again(chained):
-    above = ("optimizer", 0) if chained else ("optimizer",)
-    paths = {"a": (*above, "optimizer", "state", "0", "exp_avg")}
-    paths["b"] = (*above, "optimizer", "param_groups", 0, "params")
-    paths["c"] = (*above, "fp32_from_fp16_params", 0, 0)
-    leaves = {"a": "moment", "b": [0], "c": "master"}
-    inner = {"state": {0: {"exp_avg": "moment"}}, "param_groups": [{"params": [0]}]}
-    want = {"optimizer": inner, "fp32_from_fp16_params": [["master"]]}
-    assert saved(paths, leaves).numbered == [want]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_config_without_a_backend_makes_it_no_plain_dcp(megatron_copy, case):
     folder = megatron_copy(case)
