@@ -304,6 +304,12 @@ def also_factors(arrays: dict[str, np.ndarray]) -> None:
     arrays[f"{name}A"], arrays[f"{name}B"] = (np.ones(shape, "f4") for shape in [(4, 40), (16, 4)])
 
 
+def head_factors(arrays: dict[str, np.ndarray]) -> None:
+    name = "base_model.model.lm_head.lora_"
+    shapes = {"A.weight": (4, 16), "B.weight": (40, 4)}
+    arrays.update({name + end: np.ones(shape, np.float32) for end, shape in shapes.items()})
+
+
 def same(arrays: dict[str, np.ndarray]) -> None:
     """No other tensors."""
 
@@ -329,6 +335,8 @@ FAULTS: list[tuple[str, Callable[[dict[str, np.ndarray]], Any], dict[str, Any], 
     ("resized", lambda a: a.pop("base_model.model.lm_head.weight"), {},
      r"has shape \[43, 16\].*if tokens were added"),
     ("tokens", also_factors, {}, r"embed_tokens\.weight is changed twice"),
+    # peft computes such a head with the new rows and the factors, and merges something else
+    ("tokens_tied", head_factors, {}, r"rows of .*embed_tokens.*, which are of the tied lm_head"),
     ("tokens", same, tokens([1]), "names 1 tokens of it, up to 1"),
     ("tokens", same, tokens([1, 40]), "names 2 tokens of it, up to 40"),
     ("tokens", same, tokens(None), "names 0 tokens"),

@@ -97,11 +97,10 @@ def merged(base: Contents, adapters: Sequence[Contents]) -> Contents:
         for change in adapter.changes:
             changed[change.weight].append((adapter, change))
     _require_known_ties(config, changed, bool(embedding) or has_head)
-    if config.get("tie_word_embeddings") and HEAD in params and _is_in_one(embedding, changed):
-        raise FormatError(
-            f"{base.path} has {HEAD} beside {embedding}, to which its config ties it, and only this"
-            f" is changed: nothing tells whether it was one tensor in training; {MERGED_BY_PEFT}"
-        )
+    if HEAD in params and config.get("tie_word_embeddings"):
+        _require_one_head(base.path, embedding, changed)
+    if HEAD not in params or config.get("tie_word_embeddings"):
+        _require_own_rows(changed.get(embedding, ()), changed.get(HEAD, ()))
     extras = base.extras
     if _is_untied(embedding, changed):
         extras = _untied(extras)
@@ -261,9 +260,25 @@ def _is_untied(embedding: str, changed: Mapping[str, Sequence[_Step]]) -> bool:
     return bool(embedding) and (HEAD in changed or is_replaced)
 
 
-def _is_in_one(embedding: str, changed: Mapping[str, Sequence[_Step]]) -> bool:
-    """Whether an embedding is changed, but not replaced, and the head is not."""
-    return embedding in changed and HEAD not in changed and not _is_untied(embedding, changed)
+def _require_one_head(path: str, embedding: str, changed: Mapping[str, Sequence[_Step]]) -> None:
+    """Raise FormatError if an embedding is changed, but not replaced, and a stored head is not."""
+    if embedding in changed and HEAD not in changed and not _is_untied(embedding, changed):
+        raise FormatError(
+            f"{path} has {HEAD} beside {embedding}, to which its config ties it, and only this is"
+            f" changed: nothing tells whether it was one tensor in training; {MERGED_BY_PEFT}"
+        )
+
+
+def _require_own_rows(embedding: Sequence[_Step], head: Sequence[_Step]) -> None:
+    """Raise FormatError if rows of an embedding, which are of a tied head too unless their adapter
+    has rows of its own for that, are beside other changes of the head.
+    """
+    for adapter, change in embedding:
+        if change.rows and any(not one.replaced or of is not adapter for of, one in head):
+            raise FormatError(
+                f"{adapter.name} has rows of {change.weight} for its tokens, which are of the tied"
+                f" {HEAD} too, and something else changes that: peft does not merge them either"
+            )
 
 
 def _require_known_ties(
