@@ -42,6 +42,7 @@ ROOMS = (
     "jobs", "universal", "export", "codecs", "states",
     "formats.nested", "formats.facts", "formats.assemble", "formats.weight_names",
     "formats.weight_files", "formats.state_dicts", "formats.steps", "formats.packed_experts",
+    "formats.moments",
     *FOLDERS,
     *("formats", "formats.step_folders", "formats.orbax_steps", "formats.hints", "formats.exporting",
         "formats.saved_index"),

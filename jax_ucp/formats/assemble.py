@@ -66,7 +66,8 @@ class ContentsBuilder:
     `master` is the parameter, or the `copy` where there is one of all of it. `unknown` are names of
     classes in the files that are not known here, `quantized` the weights that are stored as codes,
     `ties` by parameter what is equal of two names of one tensor, `cause` the likely reason why
-    copies differ, `said` the user's words that are part of the result.
+    copies differ, `said` the user's words that are part of the result, `settings`
+    those of the optimizer by parameter.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ContentsBuilder:
         self._items: list[Item] = []
         self._left: set[str] = set()
         self._mentioned = MentionedTensors()
-        self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
+        self.settings: dict[str, dict[str, Any]] = defaultdict(dict)
 
     def add_files(self, files: Mapping[str, ArraySource]) -> None:
         """Add stored files, by name: their tensors are named `file:item` too."""
@@ -131,6 +132,10 @@ class ContentsBuilder:
         self.params[path] = param
         if reason:
             self.mapped([param], reason)
+
+    def take(self, state: str, name: str) -> None:
+        """Remove a state of a parameter; another one is to take its place."""
+        del self.params[_path(state, name)]
 
     def constant(self, state: str, name: str, value: np.ndarray, where: str) -> None:
         """Add one state of a parameter that is not a tensor in the file; `where` is `file:item`.
@@ -257,7 +262,7 @@ class ContentsBuilder:
         """Add the settings that the trainer's optimizer has for a parameter. Raises FormatError
         where two files differ in them.
         """
-        known = self._settings[name]
+        known = self.settings[name]
         for key, value in plain_settings(settings).items():
             if known.setdefault(key, value) != value:
                 raise FormatError(
@@ -334,9 +339,7 @@ class ContentsBuilder:
         params = {name: self.params[path] for path, name in names.items()}
         weights = {names[path]: weight for path, weight in self._weights.items()}
         values = params | {name: masters(params[name], weights[name]) for name in weights}
-        settings = {
-            name: of for name, of in self._settings.items() if _path("param", name) in names
-        }
+        settings = {name: of for name, of in self.settings.items() if _path("param", name) in names}
         infos = {name: array.info for name, array in values.items()}
         leaves = [
             Leaf(path, name, "array", infos[name].shape, infos[name].dtype.name)

@@ -60,9 +60,18 @@ def contradiction(states: Mapping[str, Shape], shape: Shape) -> str | None:
     'exp_avg_sq_row'
     """
     for name, state_shape in states.items():
+        if name == "state1" and has_two_first_moments(states):
+            continue  # the second moment has the parameter's shape
         if name in _SHAPES and _SHAPES[name](shape) != state_shape:
             return name
     return None
+
+
+def has_two_first_moments(states: Mapping[str, Shape]) -> bool:
+    """Whether states are those of bitsandbytes' AdEMAMix, by their shapes: `state1` has the fast
+    and the slow first moment, one after the other.
+    """
+    return "state2" in states and states.get("state1") == (2, *states["state2"])
 
 
 def tells_shape(states: Mapping[str, Shape]) -> bool:

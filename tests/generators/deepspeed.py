@@ -69,11 +69,13 @@ case("muon_z3_subgroups_dp2", stage=3, zero={"reduce_scatter": False, "sub_group
 case("muon_z2_odd_dp4", stage=2, world=4, **{**MUON, "model": "muon_odd"})
 for stage, world in STAGES:
     dtype = "bf16" if stage else "fp32"
-    for opt in ("AdamW8bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit"):
+    for opt in ("AdamW8bit", "Lion8bit", "AdEMAMix8bit", "AdEMAMix", "SGD8bit"):
         case(f"bnb_{opt.lower()}_z{stage}_dp{world}", stage=stage, world=world, dtype=dtype, optimizer={"kind": "bnb", "class": opt})
     for end, beta1 in (("", None), ("_beta1", 0.9)):
         case(f"adafactor_z{stage}_dp{world}{end}", stage=stage, world=world, dtype="bf16" if stage == 3 else "fp32",
              optimizer={"kind": "adafactor", "beta1": beta1})
+case("bnb_ademamix8bit_wide_z0_dp1", stage=0, world=1, dtype="fp32", model="wide",
+     optimizer={"kind": "bnb", "class": "AdEMAMix8bit", "min": 1024})
 for stage in (2, 3):
     case(f"bnb_adamw8bit_wide_z{stage}_dp2", stage=stage, model="wide", optimizer={"kind": "bnb", "class": "AdamW8bit", "min": 4096})
 for stage in (1, 2, 3):
@@ -376,7 +378,8 @@ def whole_state(engine, names) -> dict[str, object]:
 
         result[f"param/{name}"] = of_parameter(master)
         states = base.state.get(master, {})
-        for state, value in (states | dequantised(states)).items():
+        meanings = {k: v for k, v in states.items() if k.startswith(("qmap", "absmax"))}
+        for state, value in {**dequantised(states), **meanings}.items():
             if not hasattr(value, "shape") or value.shape == ():
                 result[f"{state}/{name}"] = np.asarray(float(value))
             elif of_parameter(value) is not None or at is None:
@@ -484,6 +487,16 @@ def dequantised(state: dict) -> dict:
                 for row, scale in zip(rows, scales, strict=True)
             ]
             result[f"dequantized{number}"] = torch.stack(parts).reshape(codes.shape)
+    # AdEMAMix has its fast and its slow first moment in one tensor
+    second = state.get("state2")
+    if second is not None and state["state1"].shape == (2, *second.shape):
+        if "qmap1" in state:
+            fast, slow = result.pop("dequantized1")
+            result |= {"dequantized_fast": fast, "dequantized_slow": slow}
+        else:
+            fast, slow = result.pop("state1")
+            result |= {"exp_avg_fast": fast, "exp_avg_slow": slow}
+            result["exp_avg_sq"] = result.pop("state2")
     return result
 
 

@@ -257,7 +257,7 @@ case(trainer_case, "trainer_optim_sgd", "llama", options={}, arguments={"optim":
 for name in ("adafactor", "adamw_torch_fused", "adagrad", "rmsprop", "adamw_torch"):
     case(trainer_case, f"trainer_optim_{name}", "llama", arguments={"optim": name})
 WIDE = dict(hidden_size=64, intermediate_size=96, vocab_size=128, num_key_value_heads=2)
-for name in ("adamw_bnb_8bit", "lion_8bit"):
+for name in ("adamw_bnb_8bit", "lion_8bit", "ademamix", "ademamix_8bit"):
     case(trainer_case, f"trainer_optim_{name}", "llama", arguments={"optim": name}, **WIDE)
 case(trainer_case, "trainer_sgd_momentum", "llama", arguments={"optim": "sgd",
      "optim_args": "momentum=0.9"})  # fmt: skip

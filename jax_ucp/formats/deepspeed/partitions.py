@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jax_ucp.arrays.decoded import decoded
 from jax_ucp.arrays.dtypes import same_bits
-from jax_ucp.arrays.value import cut
+from jax_ucp.arrays.value import Array, cut, items_of
 from jax_ucp.codecs.unpickle import Opaque
 from jax_ucp.errors import FormatError
+from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.deepspeed import moe
-from jax_ucp.formats.deepspeed.codes import (
-    DECODED,
-    PART_OF_CODES,
-    keep_apart,
-    note_codes,
-    plain_name,
-)
+from jax_ucp.formats.deepspeed.codes import PART_OF_CODES, keep_apart
 from jax_ucp.formats.deepspeed.files import Rank, TagFiles
 from jax_ucp.formats.deepspeed.parameters import read_value
 from jax_ucp.formats.deepspeed.slices import ASIDE, Slices
 from jax_ucp.formats.deepspeed.zero import PartitionGroup, group, param_shapes, touched
+from jax_ucp.formats.moments import moments_of
 from jax_ucp.layout.fragments import ParamLayout, Shape
+from jax_ucp.options import DECODED
 from jax_ucp.text import listed
 
 _LION = "Lion has one moment; CPULion writes a second one and never reads it"
@@ -99,19 +96,13 @@ def add_partitions(slices: Slices) -> None:
     for rank in slices.files.all_ranks if weights_only else ():
         for key in rank.file.arrays():  # those of masters are mapped later
             builder.leave(f"{rank.name}:{key}", "state", ASIDE)
-    decode = slices.options.dequantize == DECODED
-    parts: dict[str, None] = {}  # the keys of what is beside codes that are not decoded
+    apart: dict[str, None] = {}  # the keys of codes that are not decoded, and of what they mean
     all_teams = list(teams(slices.files, weights_only))
     for team in all_teams:
         for name in team.names.values() if not weights_only else ():
             builder.hyperparameters(name, team.settings)
-        _add_flat_states(slices, team)
+        apart |= dict.fromkeys(_add_flat_states(slices, team))
         _add_wholes(slices, team)
-        if team.group.codes:
-            note_codes(builder, decode)
-        for state, tensors in team.group.parts.items():
-            if not (decode and f"state{state[-1]}" in team.group.codes):
-                parts |= dict.fromkeys(map(Rank.key, team.group.ranks, tensors))
         _add_values(slices, team)
     _add_muon_steps(slices, all_teams)
     # Adam has moments by its settings: none may be stored after steps.
@@ -121,35 +112,28 @@ def add_partitions(slices: Slices) -> None:
     stored = {state for state, _ in slices.states} - {"param"}
     if adam and steps and not stored and not weights_only:
         builder.notes.append(_NO_MOMENTS.format(steps))
-    for key in parts:  # groups share their tables
+    for key in apart:  # groups share their tables
         keep_apart(builder, key, PART_OF_CODES)
     _check_mappings(slices, all_teams)
 
 
-def _add_flat_states(slices: Slices, team: Team) -> None:
-    """Add the states that each rank keeps as a flat partition."""
-    builder, ranks, settings = slices.builder, team.group.ranks, team.settings
+def _add_flat_states(slices: Slices, team: Team) -> list[str]:
+    """Add the states that each rank keeps as a flat partition; the keys of those left apart."""
+    builder, settings = slices.builder, team.settings
     decode = slices.options.dequantize == DECODED
+    flat, apart = _moments(builder, team, decode)
     # States whose partitions have the same lengths share layouts, which are checked once then.
     layouts: dict[tuple[Shape, ...], dict[str, tuple[ParamLayout, list[int]]]] = {}
     # No Adam divides by a second moment without an eps.
     lion = "betas" in settings and "eps" not in settings
     place = slices.place(team.mp, team.ep)
-    for state, tensors in team.group.flat.items():
-        keys = [rank.key(tensor) for rank, tensor in zip(ranks, tensors, strict=True)]
+    for state, arrays in flat.items():
+        keys = list(itertools.chain.from_iterable(map(items_of, arrays)))
         if lion and state == "exp_avg_sq":
             slices.skip(keys, "state", _LION)
             continue
         slices.skip(keys, "padding", "padding alone: the group is shorter than its ranks")
-        arrays = [builder.array(key) for key in keys]
-        if decode:
-            codes = team.group.codes.get(state, ())
-            for at, (rank, one) in enumerate(zip(ranks, codes, strict=False)):
-                table, scales = (builder.array(rank.key(part)) for part in (one.table, one.scales))
-                arrays[at] = decoded(arrays[at], table, scales, one.block)
-                builder.mapped([table, scales], f"what the codes of {state} mean")
-            state = plain_name(state, settings)
-        stored = tuple(tensor.shape for tensor in tensors)
+        stored = tuple(array.info.shape for array in arrays)
         if stored not in layouts:
             layouts[stored] = {
                 local: touched(replace(layout, shards=stored))
@@ -160,6 +144,40 @@ def _add_flat_states(slices: Slices, team: Team) -> None:
         numbers = set(itertools.chain.from_iterable(used for _, used in layouts[stored].values()))
         reason = f"{state} of {len(team.names)} parameters"
         builder.mapped([arrays[i] for i in numbers], reason)
+    return apart
+
+
+def _moments(
+    builder: ContentsBuilder, team: Team, decode: bool
+) -> tuple[dict[str, list[Array]], list[str]]:
+    """Each rank's array of a state, with moments in the place of what holds them; and the keys of
+    what is of no state: of what codes mean, and of codes of two moments.
+    """
+    group = team.group
+    flat: dict[str, list[Array]] = defaultdict(list)
+    apart: list[str] = []
+    for at, rank in enumerate(group.ranks):
+        keys = {
+            state: rank.key(tensors[at]) for state, tensors in {**group.flat, **group.parts}.items()
+        }
+        arrays = {state: builder.array(key) for state, key in keys.items()}
+        moments, used = moments_of(builder, arrays, team.settings, decode)
+        for state, array in arrays.items():
+            if state in used:
+                continue
+            if state in group.flat and len(array.info.shape) == 1:
+                flat[state].append(array)
+            else:
+                apart.append(keys[state])
+        for state, array in moments.items():
+            flat[state].append(array)
+    if len({*map(len, flat.values())}) > 1:
+        raise FormatError(
+            f"{group.ranks[0].file.path.parent}: the codes of an 8-bit optimizer in group"
+            f" {team.index} are understood on some ranks only: files are of different runs, or cut."
+            " Without dequantize='float32' they open as codes"
+        )
+    return flat, apart
 
 
 def _add_wholes(slices: Slices, team: Team) -> None:

@@ -9,17 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_ucp.arrays.decoded import decoded
+from jax_ucp.arrays.value import Stored
 from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.errors import CorruptData, FormatError
-from jax_ucp.formats.deepspeed.codes import (
-    PARTS,
-    keep_apart,
-    meaning_of,
-    note_codes,
-    numbers_of_codes,
-    plain_name,
-)
+from jax_ucp.formats.deepspeed.codes import keep_apart
 from jax_ucp.formats.deepspeed.slices import Slices
 from jax_ucp.formats.deepspeed.stage0_pairing import (
     Places,
@@ -29,6 +22,7 @@ from jax_ucp.formats.deepspeed.stage0_pairing import (
     sizes_of,
     unwrapped,
 )
+from jax_ucp.formats.moments import moments_of
 from jax_ucp.formats.nested import group_with
 from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
@@ -114,30 +108,30 @@ def _add_states(slices: Slices, one: StageZero, places: Places) -> None:
     for number, group in numbered:
         if number not in names:
             continue
-        name, states = names[number], dict(one.states.get(number, {}))
+        name, states = names[number], one.states.get(number, {})
         builder.hyperparameters(name, group)
-        for digit in numbers_of_codes(states):
-            codes = meaning_of(*(states.get(f"{part}{digit}") for part in PARTS))
-            note_codes(builder, decode and codes is not None)
-            if not decode or codes is None:
+        arrays = {
+            state: builder.array(one.stored.key(value))
+            for state, value in states.items()
+            if isinstance(value, StoredTensor)
+        }
+        moments, used = moments_of(builder, arrays, group, decode)
+        for state, value in states.items():
+            if state in used:
                 continue
-            state = plain_name(f"state{digit}", group)
-            parts = [builder.array(one.stored.key(states.pop(f"{part}{digit}"))) for part in PARTS]
-            array, table, scales = parts
-            numbers = decoded(array, table, scales, codes.block)
-            slices.add(place, state, name, None, [numbers])
-            builder.mapped([array], f"{state} of {name}")
-            builder.mapped([table, scales], f"what the codes of {state} mean")
-        for stored_name, value in states.items():
-            state = plain_name(stored_name, group) if decode else stored_name
-            if not (isinstance(value, StoredTensor) and value.shape == one.shapes[name]):
-                slices.states[state, name].values[place[0]].append((one.stored, value))
-            elif slices.array_on(place, state, name):
-                reason = "the same state on another expert-parallel rank, compared by verify"
-                copy = builder.array(one.stored.key(value))
-                slices.compare(place, state, name, copy, reason)
+            if state in arrays and arrays[state].info.shape == one.shapes[name]:
+                moments[state] = arrays[state]
             else:
-                slices.add_whole(one.mp, state, name, one.stored.key(value))
+                slices.states[state, name].values[place[0]].append((one.stored, value))
+        for state, array in moments.items():
+            if slices.array_on(place, state, name):
+                reason = "the same state on another expert-parallel rank, compared by verify"
+                slices.compare(place, state, name, array, reason)
+            elif isinstance(array, Stored):
+                slices.add_whole(one.mp, state, name, array.item)
+            else:
+                slices.add(place, state, name, None, [array])
+                builder.mapped([array], f"{state} of {name}")
 
 
 def _add_masters(slices: Slices, one: StageZero, places: Places) -> None:

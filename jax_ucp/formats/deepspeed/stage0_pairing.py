@@ -89,11 +89,7 @@ class StageZero:
     def state_shapes(self, number: int) -> dict[str, Shape]:
         """The shapes of a number's states that are tensors."""
         states = self.states.get(number, {}).items()
-        shapes = {str(name): t.shape for name, t in states if isinstance(t, StoredTensor)}
-        # Of bitsandbytes the second moment, or the only one, has the parameter's shape.
-        if moment := shapes.get("state2", shapes.get("state1")):
-            shapes["exp_avg"] = moment
-        return shapes
+        return {str(name): t.shape for name, t in states if isinstance(t, StoredTensor)}
 
 
 def optimizers_of(slices: Slices, mp: int) -> list[StageZero]:

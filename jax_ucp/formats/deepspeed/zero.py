@@ -21,11 +21,12 @@ from typing import Any
 from jax_ucp.codecs.torch_file import StoredTensor
 from jax_ucp.codecs.unpickle import known
 from jax_ucp.errors import FormatError
-from jax_ucp.formats.deepspeed.codes import RankCodes, flattened, split_codes
+from jax_ucp.formats.deepspeed.codes import BESIDE_CODES, flattened
 from jax_ucp.formats.deepspeed.files import Rank, StateFile
 from jax_ucp.formats.nested import require_dict
 from jax_ucp.layout.fragments import ParamLayout, Shape
 from jax_ucp.layout.patterns import flat_layouts, partitioned_layouts
+from jax_ucp.states.pairing import has_two_first_moments
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class Whole:
 class PartitionGroup:
     """Parameters that lie in one set of partitions, held by `ranks`, in that order.
 
-    The states by name: `flat` are tensors of the partition's length, `whole` those of whole
-    parameters, `scalars` values for the whole group, and `aside` are not of elements of parameters,
-    with the reason. `codes` say what flat codes mean, `parts` are tensors of codes that are not of
-    elements. `layouts` say where each parameter lies in a flat tensor.
+    The states by name: `flat` are tensors of the partition's length, or AdEMAMix's of two moments,
+    `whole` those of whole parameters, `scalars` values for the whole group, and `aside` are not of
+    elements of parameters, with the reason. `parts` say what codes mean. `layouts` say where each
+    parameter lies in a flat tensor.
     """
 
     ranks: Sequence[Rank]
@@ -54,7 +55,6 @@ class PartitionGroup:
     whole: Mapping[str, Sequence[Whole]]
     scalars: Mapping[str, Sequence[Any]]
     aside: Mapping[str, tuple[Sequence[Any], str]]
-    codes: Mapping[str, Sequence[RankCodes]]
     parts: Mapping[str, Sequence[StoredTensor]]
 
 
@@ -100,7 +100,10 @@ def group(
     masters = [rank.masters[index] for rank in ranks]
     is_muon = any(rank.settings(index).get("use_muon") for rank in ranks)
     by_name = {} if weights_only else _states_by_name(index, ranks, is_muon)
-    codes, parts, states = split_codes(by_name)
+    is_coded = any(name.startswith("qmap") for name in by_name)
+    beside = filter(BESIDE_CODES.fullmatch, by_name) if is_coded else ()
+    parts = {name: by_name[name] for name in beside}
+    states = {name: by_name[name] for name in by_name if name not in parts}
     # Muon's momentum may be of whole parameters below ZeRO-3: it does not say how long a partition
     # is.
     momentum = states.get(_MOMENTUM) if is_muon and not zero3 else None
@@ -127,6 +130,8 @@ def group(
             isinstance(v, StoredTensor | bool | int | float) for v in values
         ):
             numbers[name] = values
+        elif name == "state1" and _have_two_first_moments(states) and _fit(values, lengths):
+            flat[name] = values
         elif not _are_flat(values):
             aside[name] = values, "it is neither a flat tensor of the partition nor a number"
         elif _fit(values, lengths):
@@ -135,7 +140,7 @@ def group(
             raise _misfit(index, ranks, name, values, lengths)
         else:
             aside[name] = values, "its length is not that of the partition"
-    return PartitionGroup(ranks, shapes, layouts, flat, whole, numbers, aside, codes, parts)
+    return PartitionGroup(ranks, shapes, layouts, flat, whole, numbers, aside, parts)
 
 
 def _momentum_of_wholes(
@@ -173,7 +178,7 @@ def _momentum_of_wholes(
 
 
 def _fit(tensors: Sequence[StoredTensor], lengths: Sequence[set[int]]) -> bool:
-    return all(tensor.shape[0] in fit for tensor, fit in zip(tensors, lengths, strict=True))
+    return all(tensor.shape[-1] in fit for tensor, fit in zip(tensors, lengths, strict=True))
 
 
 def _states_by_name(index: int, ranks: Sequence[Rank], is_muon: bool) -> dict[str, list[Any]]:
@@ -201,6 +206,13 @@ def _states_by_name(index: int, ranks: Sequence[Rank], is_muon: bool) -> dict[st
 
 def _are_flat(values: Sequence[Any]) -> bool:
     return all(isinstance(value, StoredTensor) and len(value.shape) == 1 for value in values)
+
+
+def _have_two_first_moments(states: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether all ranks have AdEMAMix's two first moments of the partition in one tensor."""
+    pairs = zip(states["state1"], states.get("state2", ()), strict=False)
+    shapes = [{"state1": first.shape, "state2": second.shape} for first, second in pairs]
+    return bool(shapes) and all(map(has_two_first_moments, shapes))
 
 
 def _zero12(

@@ -31,6 +31,7 @@ from jax_ucp.files.placeholders import stand_in, why_missing
 from jax_ucp.formats.assemble import ContentsBuilder
 from jax_ucp.formats.huggingface.beside import TRAINER_STATE
 from jax_ucp.formats.huggingface.module_order import in_order_of, model_types, orders_of
+from jax_ucp.formats.moments import settle_moments
 from jax_ucp.formats.nested import config_in
 from jax_ucp.formats.packed_experts import PackedParameter, in_memory
 from jax_ucp.formats.state_dicts import Tree, keep_extras, keep_proved
@@ -146,6 +147,7 @@ def add_training(
     if is_fused and packed is None:
         builder.notes.append(_FUSED)
     _place(builder, tree, placed, packed or {})
+    settle_moments(builder, options)
     tree.check(builder, WeightsPlace(None, False, frozenset((stem,) for stem in folder.optimizers)))
 
 

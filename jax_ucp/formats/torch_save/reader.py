@@ -22,6 +22,7 @@ from jax_ucp.errors import FormatError
 from jax_ucp.files.in_flight import opened_files
 from jax_ucp.files.path import FilePath
 from jax_ucp.formats.assemble import ContentsBuilder
+from jax_ucp.formats.moments import settle_moments
 from jax_ucp.formats.state_dicts import Tree, keep_extras
 from jax_ucp.formats.weight_files import (
     RANK_STATES,
@@ -104,6 +105,7 @@ def read_weights(
         state, name = places.at[label]
         if state == "param":
             builder.ties[name] = tensor.described().tie
+    settle_moments(builder, options)
     builder.notes += places.notes
     return builder
 

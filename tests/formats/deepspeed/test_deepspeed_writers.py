@@ -20,15 +20,19 @@ def opened(case: str, **options) -> ucp.Checkpoint:
     return Case(f"deepspeed_writers/{case}").open(**options)
 
 
-def test_codes_are_decoded_where_that_is_asked_for():
-    checkpoint = opened("bnb_adamw8bit_z2_dp3", dequantize="float32")
-    live = Case("deepspeed_writers/bnb_adamw8bit_z2_dp3")
+DECODED = {"dequantized1": "exp_avg", "dequantized2": "exp_avg_sq"}
+DECODED |= {"dequantized_fast": "exp_avg_fast", "dequantized_slow": "exp_avg_slow"}
+CODED = {"bnb_adamw8bit_z2_dp3": 16, "bnb_ademamix8bit_z0_dp1": 24, "bnb_ademamix8bit_z1_dp2": 24}
+
+
+@pytest.mark.parametrize("case", CODED)
+def test_codes_are_decoded_where_that_is_asked_for(case):
+    checkpoint, live = opened(case, dequantize="float32"), Case(f"deepspeed_writers/{case}")
     meant = {name: x for name, x in live.measured().items() if name.startswith("dequantized")}
-    states = {"dequantized1": "exp_avg", "dequantized2": "exp_avg_sq"}
-    assert len(meant) == 16
+    assert len(meant) == CODED[case]
     for label, want in meant.items():
         state, _, name = label.partition("/")
-        assert live.equal(checkpoint.read(f"{states[state]}/{name}"), want, label), label
+        assert live.equal(checkpoint.read(f"{DECODED[state]}/{name}"), want, label), label
     assert not any(leaf.label.startswith(("state", "other")) for leaf in checkpoint.leaves)
     assert checkpoint.source["dequantize"] == "float32"
 
