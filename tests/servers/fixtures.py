@@ -69,9 +69,15 @@ def azure(_azurite: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     return _entered(_azurite, monkeypatch)
 
 
-# any store that needs nothing but Python
-@pytest.fixture(params=["s3", "ministack", "gcs"])
+@pytest.fixture(params=["s3", "gcs"])
 def store(request: pytest.FixtureRequest) -> Store:
+    """Each kind of store that needs nothing but Python."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["s3", "ministack", "gcs"])
+def server(request: pytest.FixtureRequest) -> Store:
+    """Each server that needs nothing but Python."""
     return request.getfixturevalue(request.param)
 
 

@@ -19,8 +19,8 @@ def put(store, key):
     client.put_object(Bucket=BUCKET, Key=key)
 
 
-def test_files_of_a_bucket_are_found_by_folder(store):
-    root = file_path(f"{store.url}/a")
+def test_files_of_a_bucket_are_found_by_folder(server):
+    root = file_path(f"{server.url}/a")
     for name in ("x", "b/y", "b/z/w", "bc"):
         root.files.write((root / name).key, [name.encode()], durable=True)
     assert [child.name for child in root.children()] == ["b", "bc", "x"]
@@ -50,17 +50,17 @@ def test_a_key_that_has_no_path_is_named_at_once(s3):
     assert asked.requests < 6
 
 
-def test_a_file_is_created_once(store):
-    root = file_path(store.url)
+def test_a_file_is_created_once(server):
+    root = file_path(server.url)
     root.files.create((root / "one").key, b"first")
     with pytest.raises(FileExistsError):
         root.files.create((root / "one").key, b"other")
     assert (root / "one").read_bytes() == b"first"
 
 
-def test_a_large_file_is_whole(store):
+def test_a_large_file_is_whole(server):
     data = np.random.default_rng(0).integers(0, 256, 40 << 20, np.uint8)
-    path = file_path(f"{store.url}/large")
+    path = file_path(f"{server.url}/large")
     path.files.write(path.key, [data[: 7 << 20].data, data[7 << 20 :].data], durable=True)
     assert path.read_bytes() == data.tobytes()
 
