@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hostile import growth
-from hostile.growth import Family, constructors, fault
+from hostile.growth import Family, fault
 from jax_ucp.errors import FormatError
 
 TESTS = Path(__file__).parents[1]
@@ -25,17 +24,10 @@ def measured(*arguments: object) -> str:
 @linux
 @pytest.mark.timeout(900)
 def test_a_sample_of_every_parser_takes_what_the_bytes_of_its_input_account_for():
-    """All of them take hours: `python -m hostile.growth`."""
+    """All of them take hours: `python -m hostile.growth`. Every opcode and constructor is among
+    them, or it fails.
+    """
     assert " 0 faults" in measured("--sample", 3)
-
-
-def test_every_constructor_and_every_opcode_is_measured():
-    """A new one fails here until an input is given that it takes."""
-    called = {kind.split()[0] for kind in growth.constructor_inputs()}
-    assert called == {*constructors()}
-    used = {kind.split()[0] for kind in growth.opcode_inputs()}
-    # what ends a pickle, and what is in one once
-    assert {*growth.unpickle._KNOWN} - used <= {"STOP", "PROTO", "FRAME"}
 
 
 def copies(data: bytes) -> list[bytes]:
