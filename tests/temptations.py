@@ -173,7 +173,7 @@ class Campaign:
         self.truths: dict[tuple[str, str, bool], Result] = {}
 
     def truth(self, subject: Subject, which: str, way: Way) -> Result:
-        """What a subject holds, `which` is its own name, or its sibling or another subject."""
+        """What a subject holds, where `which` is its own name, or its sibling or another subject."""
         subject = self.subjects.get(which, subject)
         key = subject.name, which, way.weights_only
         if key not in self.truths:
@@ -192,6 +192,7 @@ class Campaign:
             shutil.rmtree(self.work / name, ignore_errors=True)
 
     def outcome(self, trial: Trial) -> Outcome:
+        self.truth(trial.subject, trial.subject.name, trial.way)  # which is no mistake's refusal
         folder = with_changes(trial.subject.folder, trial.attempt.changes)
         with self.placed(folder, "source") as root, warnings.catch_warnings(), in_time():
             warnings.simplefilter("ignore")
@@ -252,7 +253,9 @@ class Campaign:
             truth = as_noted(self.truth(subject, which, way), found, notes)
             if not faults_of(found, truth, folder):
                 return Outcome("right", "it is another whole checkpoint")
-        if faults and not (attempt.opened and faults == ["groups"]):
+        if attempt.opened:  # extras and groups are those of other files
+            faults = differences(found.leaves, want.leaves)
+        if faults:
             other = other_in(found.leaves, want.leaves)
             what = f"{trial.mistake}: {attempt.what}"
             reason = invisible(subject.name, what, other, notes, way.weights_only)
