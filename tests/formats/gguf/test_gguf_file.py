@@ -186,6 +186,13 @@ def test_a_large_vocabulary_is_read_fast_and_saved(tmp_path):
 
 W = Tensor.of("w", np.ones((2, 8), np.float32))
 KEY = string("k")
+
+
+def keyed(keys: bytes, count: int = 1) -> bytes:
+    """A head with so many keys, which are these bytes."""
+    return Written({}, [W], counts=(1, count)).head()[:24] + keys + bytes(200)
+
+
 FAULTS: dict[str, tuple[bytes, str]] = {
     "no magic": (Written({}, [W], magic=b"GGML").data(), "begins with b'GGML'"),
     "version 1": (Written({}, [W], version=1).data(), "of version 1"),
@@ -195,39 +202,15 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "minus one key": (Written({}, [W], counts=(1, -1)).data(), "counts -1 keys"),
     "many tensors": (Written({}, [W], counts=(1 << 60, 0)).data(), f"counts {1 << 60} tensors"),
     "a long key": (b"GGUF\3\0\0\0" + bytes(8) + b"\1" + bytes(7) + b"\xff" * 20, "cut short"),
-    "a key twice": (
-        Written({"k": ("u8", 1)}, [W], counts=(1, 2)).head()[:24]
-        + 2 * (KEY + b"\0\0\0\0\1")
-        + bytes(200),
-        "the key 'k' is there twice",
-    ),
+    "a key twice": (keyed(2 * (KEY + b"\0\0\0\0\1"), 2), "the key 'k' is there twice"),
     "an empty key": (Written({"": ("u8", 1)}, [W]).data(), "is called ''"),
     "a key of bytes": (Written({b"\xff": ("u8", 1)}, [W]).data(), "is called b'"),
     "a tensor twice": (Written({}, [W, W]).data(), "the tensor 'w' is there twice"),
-    "a type that is none": (Written({}, [W], counts=(1, 1)).head()[:24] + KEY + b"\x0d\0\0\0" + bytes(200),
-        "has the type 13"),
-    "an array in an array": (
-        Written({}, [W], counts=(1, 1)).head()[:24] + KEY + b"\x09\0\0\0\x09\0\0\0" + bytes(200),
-        "an array of the type 9",
-    ),
-    "an array of many": (
-        Written({}, [W], counts=(1, 1)).head()[:24]
-        + KEY
-        + b"\x09\0\0\0\x0a\0\0\0"
-        + b"\xff" * 7
-        + bytes(200),
-        "counts [0-9]+ numbers",
-    ),
-    "strings of many": (
-        Written({}, [W], counts=(1, 1)).head()[:24]
-        + KEY
-        + b"\x09\0\0\0\x08\0\0\0"
-        + b"\xff" * 5
-        + bytes(200),
-        "counts [0-9]+ strings",
-    ),
-    "a boolean of 2": (Written({}, [W], counts=(1, 1)).head()[:24] + KEY + b"\x07\0\0\0\2" + bytes(200),
-        "neither 0 nor 1"),
+    "a type that is none": (keyed(KEY + b"\x0d\0\0\0"), "has the type 13"),
+    "an array in an array": (keyed(KEY + b"\x09\0\0\0\x09\0\0\0"), "an array of the type 9"),
+    "an array of many": (keyed(KEY + b"\x09\0\0\0\x0a\0\0\0" + b"\xff" * 7), "counts [0-9]+ numbers"),
+    "strings of many": (keyed(KEY + b"\x09\0\0\0\x08\0\0\0" + b"\xff" * 5), "counts [0-9]+ strings"),
+    "a boolean of 2": (keyed(KEY + b"\x07\0\0\0\2"), "neither 0 nor 1"),
     "no alignment": (Written({"general.alignment": ("u32", 0)}, [W]).data(), "no power of two"),
     "an odd alignment": (Written({"general.alignment": ("u32", 24)}, [W]).data(), "no power of"),
     "a text as alignment": (Written({"general.alignment": ("str", "8")}, [W]).data(), "is '8'"),

@@ -126,17 +126,13 @@ def found(master: np.dtype, copy: np.dtype, folder: Path, on_conflict=None) -> C
 
 MASTERS = [
     ("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "bfloat16"), ("float64", "float32"),
-]  # fmt: skip
-MASTERS += [
     ("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2"), ("int32", "int32"), ("int64", "int32"),
 ]  # fmt: skip
 NO_MASTERS = [
     ("int16", "bfloat16"), ("uint16", "float16"), ("int32", "float32"), ("float16", "bfloat16"),
-]  # fmt: skip
-NO_MASTERS += [
     ("bfloat16", "float16"), ("bfloat16", "float32"), ("float16", "float32"), ("float8_e4m3fn", "bfloat16"),
+    ("uint8", "float8_e5m2"), ("bool", "float32"),
 ]  # fmt: skip
-NO_MASTERS += [("uint8", "float8_e5m2"), ("bool", "float32")]
 
 
 def dtype(name: str) -> np.dtype:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import jax_ucp as ucp
 from cases import CORRUPTED, Case, names_of
 from cases import DATA as CASES_DATA
+from helpers import in_lanes
 from jax_ucp.errors import CorruptData, FormatError, UCPError
 from jax_ucp.files.path import file_path
 from jax_ucp.formats.dcp.metadata import read_metadata
@@ -88,7 +89,7 @@ def test_weights_of_nemo_that_lost_their_config_are_not_sent_elsewhere(tmp_path)
             ucp.open(at)
 
 
-@pytest.mark.parametrize("case", CHUNKED)
+@pytest.mark.parametrize("case", in_lanes([(case,) for case in CHUNKED]))
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_of_the_metadata_is_refused_or_changes_nothing(tmp_path, case, place, bit):
