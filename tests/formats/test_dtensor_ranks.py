@@ -25,10 +25,8 @@ from jax_ucp.errors import FormatError, NotACheckpoint
 from jax_ucp.formats.dtensor_ranks.flat_states import flat_parameters, subsets
 from jax_ucp.formats.dtensor_ranks.placements import Split, shard_at
 from jax_ucp.formats.dtensor_ranks.specs import spec_of
-from jax_ucp.layout.box import Box
 from jax_ucp.layout.fragments import ParamLayout
 from jax_ucp.layout.parts import box_part
-from jax_ucp.layout.patterns import flat_layout
 from jax_ucp.states.pairing import Undecided
 
 DATA = CASES_DATA / "dtensors"
@@ -300,19 +298,3 @@ def test_choices_of_kinds_are_all_that_have_as_many_modules_or_one_fewer_each_on
     every = itertools.chain.from_iterable(choices)
     want = [each for each in every if most - 1 <= sum(map(kinds.__getitem__, each)) <= most]
     assert sorted(map(tuple, subsets([*kinds.items()], most))) == sorted(want)
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(0, 9), st.integers(1, 5))
-def test_a_parameter_of_a_flat_one_is_a_run_of_its_elements(shape, before, parts):
-    total = before + math.prod(shape)
-    length = -(-total // parts)
-    flat = np.arange(length * parts)
-    ranges = [range(i * length, (i + 1) * length) for i in range(parts)]
-    layout = flat_layout(tuple(shape), before, ranges)
-    layout.check()
-    got = np.empty(shape, np.int64)
-    for part in layout.parts:
-        shard = flat[part.input * length : (part.input + 1) * length]
-        got[part.target_box.index] = shard[part.source_box.index].reshape(part.sizes)
-    assert np.array_equal(got.ravel(), flat[before:total])
-    assert Box.whole(tuple(shape)).size == math.prod(shape)

@@ -73,13 +73,6 @@ def test_versions_newer_than_known_are_refused(change, message):
         info(**change)
 
 
-@pytest.mark.parametrize("said", [None, {}, {"universal_checkpoint_version": 0.4}])
-def test_tensor_parallel_slices_that_nothing_describes_are_refused(said):
-    with pytest.raises(FormatError, match=r"by 2 tensor-parallel ranks, but has no universal"):
-        TensorParallel(said, 2, "file.pt", {})
-    assert TensorParallel(said, 1, "file.pt", {}).layout("w", [(2, 2)]).shape == (2, 2)
-
-
 def test_lists_with_a_pattern_for_each_parameter_are_not_walked_through_for_each():
     """As AutoTP writes them."""
     rows, replicas, parts = ([f"m.{i}.{kind}.w" for i in range(6_000)] for kind in "abc")
@@ -128,12 +121,6 @@ def affine(**change) -> dict:
         return {"shard_shape": [4, 2], "pieces": [{**piece, **change}]}
 
     return {"logical_shape": [4, 4], "ranks": {0: rank(0), 1: rank(2)}}
-
-
-def test_an_affine_map_of_boxes_is_a_layout():
-    layout = affine_layout(affine(), [(4, 2), (4, 2)], "w")
-    layout.check()
-    assert [str(f.target_box) for f in layout.parts] == ["[0:4, 0:2]", "[0:4, 2:4]"]
 
 
 @pytest.mark.parametrize("change", [

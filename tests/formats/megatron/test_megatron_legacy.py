@@ -13,13 +13,11 @@ from cases import DATA as CASES_DATA
 from jax_ucp.errors import FormatError, LayoutError
 from jax_ucp.formats.megatron.buffers import buffer_walk
 from jax_ucp.formats.megatron.legacy_files import writing_ranks
-from jax_ucp.formats.megatron.model import parts_of
 from jax_ucp.formats.megatron.run import Args
 
 DATA = CASES_DATA / "megatron"
 
 
-# Each master is in two tensors.
 def test_extras_keep_what_the_run_put_beside_the_model():
     extras = ucp.open(DATA / "legacy_tp2_fp16_scaler" / "ckpt").extras
     first, second = extras["mp_rank_00/model_optim_rng.pt"], extras["mp_rank_01/model_optim_rng.pt"]
@@ -97,31 +95,8 @@ def test_the_walk_gives_the_buckets_of_the_worked_example():
     assert buckets == [3328, 6304]
 
 
-@pytest.mark.parametrize(("t", "p", "e", "etp", "want"), [
-    (2, 1, 1, None, [(0, 0, 0, 0), (1, 0, 0, 1)]),
-    (1, 2, 1, 1,    [(0, 0, 0, 0), (0, 1, 0, 0)]),
-    (2, 1, 2, 1,    [(0, 0, 0, 0), (1, 0, 1, 0)]),
-    (2, 1, 2, 2,    [(0, 0, 0, 0), (1, 0, 0, 1), (0, 0, 1, 0), (1, 0, 1, 1)]),
-])  # fmt: skip
-def test_ranks_that_write_files_are_the_first_of_each_pipeline_stage(t, p, e, etp, want):
-    degrees = {"tensor": t, "pipeline": p, "expert": e}
-    args = {f"{kind}_model_parallel_size": n for kind, n in degrees.items()}
-    args["expert_tensor_parallel_size"] = etp
-    assert writing_ranks(Args(args)) == want
-
-
 def test_expert_parallelism_that_loses_dense_shards_is_refused():
     degrees = {f"{kind}_model_parallel_size": n for kind, n in (("tensor", 4), ("expert", 2))}
     degrees["expert_tensor_parallel_size"] = 1
     with pytest.raises(FormatError, match="does not keep every rank's tensors"):
         writing_ranks(Args(degrees))
-
-
-def test_norms_that_transformer_engine_fuses_get_the_names_of_the_local_spec():
-    for fused, plain in [
-        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias"),
-    ]:
-        where = {"first_layer": 4, "experts": range(0), "hidden": 8}
-        (part,) = parts_of(f"decoder.layers.1.{fused}", (8,), **where)
-        assert part.name == f"decoder.layers.5.{plain}"

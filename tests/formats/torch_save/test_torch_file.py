@@ -147,14 +147,6 @@ def test_labels_of_any_length_make_keys_of_bounded_length(save):
     assert len(key) == 1024
 
 
-def test_attributes_of_a_tensor_are_kept_with_it():
-    with_attribute = TorchFile(DATA / "torchsave_exotic" / "tensor_with_attr.pt")
-    assert node(with_attribute, "t").attributes == {"tag": "hello"}
-    parameter = TorchFile(DATA / "torchsave_exotic" / "param_with_state.pt")
-    assert node(parameter, "p").attributes == {"tensor_model_parallel": True}
-    assert parameter.arrays()["p"].shape == (4,)
-
-
 def test_a_tensor_in_the_attributes_of_another_has_a_key(save):
     state = mapping(main=tensor())
     kind = name("torch._utils._rebuild_tensor_v2") + name("torch.nn.parameter.Parameter")
