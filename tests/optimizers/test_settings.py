@@ -10,7 +10,7 @@ import pytest
 
 import jax_ucp as ucp
 from cases import DATA, Case, names_of
-from helpers import contents_of
+from helpers import contents_of, in_lanes
 from jax_ucp.arrays.optimizer_groups import Group, groups_of
 from jax_ucp.arrays.value import stated
 from jax_ucp.errors import TreeMismatch
@@ -181,9 +181,11 @@ EPS = [(make, eps) for make in SAME[:5] for eps in (1e-5, 1e-15, 1e-20)]
 EPS += [(make, 1e-8) for make in SAME]
 
 
-@pytest.mark.parametrize(("make", "eps"), EPS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_an_optimizer_with_the_settings_of_the_trainers_is_taken(dtype, make, eps):
+@pytest.mark.parametrize(
+    ("make", "eps", "dtype"),
+    in_lanes([(*row, dtype) for row in EPS for dtype in (jnp.float32, jnp.bfloat16)]),
+)
+def test_an_optimizer_with_the_settings_of_the_trainers_is_taken(make, eps, dtype):
     params = {name: value.astype(dtype) for name, value in PARAMS.items()}
     assert faults(make(eps=eps), trained_with(eps), params) == []
 
@@ -260,8 +262,10 @@ MOMENTA = [(dtype, momentum, WARM) for dtype, momentum in (*WHOLE, *BRAIN, *HALF
 MOMENTA += [(dtype, momentum, rate) for dtype, momentum in HALF for rate in (0.1, LATE)]
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize(("dtype", "momentum", "rate"), MOMENTA)
+@pytest.mark.parametrize(
+    ("dtype", "momentum", "rate", "nesterov"),
+    in_lanes([(*row, nesterov) for row in MOMENTA for nesterov in (False, True)]),
+)
 def test_nesterovs_step_is_told_from_the_plain_by_any_momentum(dtype, momentum, rate, nesterov):
     # one moves at once and the other as its rate says, either with Nesterov's step
     rates, how = ((0.1, nesterov), (rate, not nesterov)), {"accumulator_dtype": dtype}
@@ -271,7 +275,7 @@ def test_nesterovs_step_is_told_from_the_plain_by_any_momentum(dtype, momentum, 
     assert told.startswith(f"b: the checkpoint's optimizer has nesterov={nesterov}, tx")
 
 
-@pytest.mark.parametrize(("dtype", "momentum", "rate"), MOMENTA)
+@pytest.mark.parametrize(("dtype", "momentum", "rate"), in_lanes(MOMENTA))
 def test_nadam_is_told_from_adam_by_any_momentum(dtype, momentum, rate):
     makers = (0.1, optax.adam), (rate, optax.nadam)
     adams = [make(each, b1=momentum, mu_dtype=dtype) for each, make in makers]

@@ -6,7 +6,9 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -23,6 +25,7 @@ from jax_ucp.arrays.budget import run_bounded, threads
 from jax_ucp.arrays.contents import Contents, Item
 from jax_ucp.arrays.gather import read_boxes
 from jax_ucp.arrays.protocol import ArrayInfo
+from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import CorruptData, FormatError, NotACheckpoint
 from jax_ucp.files.local import LocalFiles
 from jax_ucp.files.path import file_path
@@ -380,21 +383,6 @@ def test_a_checkpoint_that_was_finished_is_not_thrown_away(tmp_path, monkeypatch
     assert ucp.open(tmp_path / "out").read("param/w").shape == (16384, 32)
 
 
-def test_an_unfinished_copy_of_another_reading_of_the_same_source_is_not_taken_up(tmp_path):
-    """Of what is stored twice, one copy is taken or the other: the files are the same, the
-    elements are not.
-    """
-    (tmp_path / "source").write_text("the source")
-    item = Item("source:a", "", "mapped", "the master")
-    master = replace(contents(tmp_path / "source"), inventory=[item])
-    taken = replace(master, inventory=[Item("source:a", "", "skipped", "not taken")])
-
-    stopped(master, plan_copy(master, 8192), tmp_path / "out")
-    with pytest.raises(FormatError, match="belongs to a conversion of another source or spec"):
-        copy(taken, plan_copy(taken, 8192), file_path(tmp_path / "out"))
-    copy(master, plan_copy(master, 8192), file_path(tmp_path / "out"))
-
-
 SPEC = {
     "*word_embeddings.weight": patterns.Padded(patterns.Sharded(0), axis=0, size=101),
     "*position_embeddings.weight": patterns.Replicated(),
@@ -409,45 +397,70 @@ SPEC = {
 FUSED = patterns.Fused(0, {"q": 16, "k": 16, "v": 16})
 
 
-def test_an_unfinished_copy_by_another_spec_is_not_taken_up(tmp_path):
+def readings(folder: Path) -> Iterator[Checkpoint]:
+    """Of what is stored twice, one copy is taken or the other: the files are the same, the elements
+    are not.
+    """
+    (folder / "source").write_text("the source")
+    for status in ("mapped", "skipped"):
+        item = Item("source:a", "", status, "the master")
+        yield Checkpoint(replace(contents(folder / "source", rows=16384), inventory=[item]))
+
+
+def sources(folder: Path) -> Iterator[Checkpoint]:
+    """One file, and what was written over it."""
+    for text in ("the source", "another source"):
+        (folder / "source").write_text(text)
+        yield Checkpoint(contents(folder / "source", rows=16384))
+
+
+def specs(_: Path) -> Iterator[Checkpoint]:
     """Names, shapes and files are the same: only the order of rows is another."""
     case = Path(__file__).parents[1] / "data" / "deepspeed" / "tp2_dp2_z1_fp32"
-    rows = ucp.open(case, spec=ucp.Spec.of(SPEC))
-    parts = ucp.open(case, spec=ucp.Spec.of(SPEC | {"*.query_key_value.{kind}": FUSED}))
-    label = "param/layers.0.self_attention.query_key_value.weight"
-    assert (rows.read(label) != parts.read(label)).any()
-
-    with pytest.raises(KeyboardInterrupt):
-        rows.save(tmp_path / "out", progress=stop)
-    with pytest.raises(FormatError, match="another source or spec"):
-        parts.save(tmp_path / "out")
-    assert rows.save_share(tmp_path / "shares", (0, 2)) is None
-    with pytest.raises(FormatError, match="another source or spec"):
-        parts.save_share(tmp_path / "shares", (1, 2))
-    again = ucp.open(case, spec=ucp.Spec.of(SPEC)).save(tmp_path / "out")
-    assert (again.read(label) == rows.read(label)).all()
+    yield ucp.open(case, spec=ucp.Spec.of(SPEC))
+    yield ucp.open(case, spec=ucp.Spec.of(SPEC | {"*.query_key_value.{kind}": FUSED}))
 
 
-def test_an_unfinished_copy_of_another_part_of_a_run_is_not_taken_up(tmp_path):
-    """Weights and their average have the same names, shapes and files."""
+def mappings(folder: Path) -> Iterator[Checkpoint]:
+    """Two names that are exchanged."""
+    run = memory({"param": {"a": np.ones(64), "b": np.zeros(64)}}).save(folder / "run")
+    for leaves in ("cd", "dc"):
+        rules = [{"param": param, "leaf": leaf} for param, leaf in zip("ab", leaves, strict=True)]
+        yield run.map(ucp.Mapping.from_dict({"leaves": rules}))
+
+
+def weights(folder: Path) -> Iterator[Checkpoint]:
+    """Weights and their average, also as they are named there, have the same names and files."""
     rows = np.arange(64, dtype=np.float32)
     tree = {"params": {"a": rows, "b": rows}, "ema": {"a": -rows, "b": -rows}}
-    memory(tree).save(tmp_path / "run")
-    run, out, whole = ucp.open(tmp_path / "run"), tmp_path / "out", tmp_path / "whole"
+    run = memory(tree).save(folder / "run")
+    yield run.weights("params")
+    yield run.weights("ema")
+    yield run.weights("ema").weights("param")
 
-    def shares_of(name: str, index: int):
-        view = run.weights(name)
-        return view.save_share(out, (index, 2)), view.export_share(whole, "safetensors", (index, 2))
 
-    assert shares_of("params", 0) == (None, None)
-    for view in (run.weights("ema"), run.weights("ema").weights("param")):
-        with pytest.raises(FormatError, match="another source or spec"):
-            view.save_share(out, (1, 2))
-        with pytest.raises(FormatError, match="another source or spec"):
-            view.export_share(whole, "safetensors", (1, 2))
-    for result in shares_of("params", 1):
-        assert (result.read("param/a") == rows).all()
-        assert (result.read("param/b") == rows).all()
+@pytest.mark.parametrize("several", [readings, sources, specs, mappings, weights])
+def test_an_unfinished_conversion_of_something_else_is_not_taken_up(several, tmp_path):
+    out, shares, whole = (tmp_path / name for name in ("out", "shares", "whole"))
+    checkpoints = several(tmp_path)
+    first = next(checkpoints)
+    has_params = bool(first.params)
+    with pytest.raises(KeyboardInterrupt):
+        first.save(out, budget_bytes=8192, progress=stop)
+    assert first.save_share(shares, (0, 2)) is None
+    assert not has_params or first.export_share(whole, "safetensors", (0, 2)) is None
+    for other in checkpoints:
+        calls = [
+            partial(other.save, out, budget_bytes=8192),
+            partial(other.save_share, shares, (1, 2)),
+        ]
+        calls += [partial(other.export_share, whole, "safetensors", (1, 2))] * has_params
+        for call in calls:
+            with pytest.raises(FormatError, match="conversion of another source or spec"):
+                call()
+    if several is not sources:  # of which the first is there no more
+        for made in (first.save(out, budget_bytes=8192), first.save_share(shares, (1, 2))):
+            assert ucp.diff(first, made).same
 
 
 def test_what_a_spec_says_is_the_same_in_every_process():
@@ -456,17 +469,6 @@ def test_what_a_spec_says_is_the_same_in_every_process():
     for seed in ("1", "2"):
         program = f"{said} frozenset('qkvwxyz')))"
         assert python("-c", program, env={"PYTHONHASHSEED": seed}) == f"{whole!r}\n"
-
-
-def test_an_unfinished_copy_of_another_source_is_not_taken_up(tmp_path):
-    (tmp_path / "source").write_text("the source")
-    source = contents(tmp_path / "source")
-
-    stopped(source, plan_copy(source, 8192), tmp_path / "out")
-    (tmp_path / "source").write_text("another source")
-    other = contents(tmp_path / "source")
-    with pytest.raises(FormatError, match="belongs to a conversion of another source or spec"):
-        copy(other, plan_copy(other, 8192), file_path(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("last", ["universal.step._describe", "universal.step.os.replace"])
