@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import MemoryStore, by_hand, cut_by, faults_of, in_lanes, numbered
+from helpers import MemoryStore, faults_of, in_lanes, numbered
 from jax_ucp.arrays.checks import verdicts
 from jax_ucp.arrays.dtypes import same_bits
 from jax_ucp.arrays.evaluate import expressions, read
@@ -29,11 +29,10 @@ from jax_ucp.formats.megatron.buffers import cut_of
 from jax_ucp.formats.megatron.dist import read_files
 from jax_ucp.formats.megatron.dist_files import DistFiles, DistTensor, StoredObject
 from jax_ucp.formats.megatron.dist_flat import part_of
-from jax_ucp.formats.megatron.dist_names import StoredRun, flattened_runs, unstacked
+from jax_ucp.formats.megatron.dist_names import StoredRun, flattened_runs
 from jax_ucp.formats.megatron.model import ParamPart, stage_chunks
 from jax_ucp.formats.megatron.run import Args
 from jax_ucp.layout.box import Box
-from jax_ucp.layout.patterns import Fused, Replicated, Sharded
 from jax_ucp.options import Options
 from megatron_model import BF16, EXPERTS, HIDDEN, LAYERS, STATES, args_of, arrays_of, shard
 from torch_writer import save
@@ -63,22 +62,6 @@ def test_a_part_of_a_buffer_that_is_cut_anywhere_is_joined_again(data, transpose
     np.testing.assert_array_equal(read(part, Box.whole(whole.shape)), whole)
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 1), st.randoms())
-def test_the_boxes_that_ranks_wrote_say_how_they_held_a_parameter(ranks, size, parts, axis, random):
-    length = ranks * size
-    gated = Fused(axis, {str(i): length for i in range(parts)})
-    shape = (3, parts * length) if axis else (parts * length, 3)
-    for pattern in (gated, Sharded(axis) if parts == 1 else gated, Replicated()):
-        layout = pattern.join([shard.shape for shard in by_hand(pattern, numbered(shape), ranks)])
-        boxes = [part.target_box for part in layout.parts]
-        random.shuffle(boxes)
-        found = cut_of(shape, boxes, ranks)
-        found.check()
-        whole = numbered(shape)
-        for mine, theirs in zip(cut_by(found, whole), cut_by(layout, whole), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-
-
 def test_boxes_that_are_no_equal_parts_of_the_ranks_are_refused():
     for boxes in ([Box((0,), (5,)), Box((5,), (8,))], [Box((i,), (i + 2,)) for i in (0, 2, 4)]):
         with pytest.raises(LayoutError, match="not equal parts of 2 tensor-parallel ranks"):
@@ -103,22 +86,6 @@ def test_flattened_fragments_that_are_cut_anywhere_are_joined_again(data, axes):
         part = store[run.key][run.start : run.start + run.target.size]
         out[run.target.index] = part.reshape(run.target.shape)
     np.testing.assert_array_equal(out, whole)
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_a_chunk_of_several_layers_and_experts_is_those_of_each(layers, experts, rows, step):
-    key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
-    whole = numbered((layers, experts, rows, 2))
-    firsts = range(0, layers, step)
-    blocks = [Box((i, 0, 0, 0), (min(i + step, layers), experts, rows, 2)) for i in firsts]
-    runs = [StoredRun(str(box.start[0]), 0, box) for box in blocks]
-    found = unstacked(key, whole.shape, runs)
-    assert len(found) == layers * experts
-    for i, e in itertools.product(range(layers), range(experts)):
-        shape, (run,) = found[f"decoder.layers.{i}.mlp.experts.{e}.linear_fc1.weight"]
-        stored = whole[i - i % step : i - i % step + step].ravel()
-        got = stored[run.start : run.start + run.target.size].reshape(shape)
-        np.testing.assert_array_equal(got, whole[i, e])
 
 
 @given(

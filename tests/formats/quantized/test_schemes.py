@@ -30,7 +30,7 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("scheme", SCHEMES)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_weight_is_what_its_rule_gives_and_any_boxes_of_it_those_of_the_whole(scheme, data):
     """Boxes are also read several at once, in small pieces, into memory of any strides."""
