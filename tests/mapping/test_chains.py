@@ -415,7 +415,8 @@ OTHERS = [
     ("apply_residual_connection_post_layernorm", True, "norm"), ("qk_l2_norm", True, "norm"),
     ("position_embedding_type", "learned_absolute", "rope"), ("rotary_interleaved", True, "rope"),
     ("rotary_percent", 0.5, "rope"), ("rotary_seq_len_interpolation_factor", 2, "rope"),
-    ("no_rope_freq", [0, 1], "rope"), ("window_size", [8, 0], "attention"),
+    ("no_rope_freq", [0, 1], "rope"), ("rotary_base_per_layer", [10000.0, 5000.0], "rope"),
+    ("window_size", [8, 0], "attention"), ("softmax_scale", 0.0625, "attention"),
     ("softmax_type", "off-by-one", "attention"), ("attention_output_gate", True, "attention"),
     ("multi_latent_attention", True, "attention"), ("use_mup", True, "attention"),
     ("experimental_attention_variant", "dsa", "attention"),
@@ -434,6 +435,7 @@ OF_EXPERTS = [
     ("moe_router_enable_expert_bias", True, "router"), ("moe_router_force_biased", 1.0, "router"),
     ("moe_router_force_load_balancing", True, "router"),
     ("moe_router_topk_limited_devices", 2, "router"), ("moe_expert_capacity_factor", 1.0, "router"),
+    ("moe_expert_rank_capacity_factor", 1.0, "router"), ("moe_n_hash_layers", 1, "router"),
     ("moe_apply_probs_on_input", True, "router"), ("moe_layer_freq", [0, 1], "layers"),
     ("moe_layer_freq", 2, "layers"), ("moe_shared_expert_intermediate_size", 16, "layers"),
 ]  # fmt: skip
