@@ -272,11 +272,10 @@ def gpt_oss(draw: Draw) -> Made:
 def gptq(draw: Draw) -> Made:
     rng, bits, is_v2 = rng_of(draw), draw(st.sampled_from([2, 3, 4, 8])), draw(st.booleans())
     inputs, outputs = 32 * draw(st.integers(1, 3)), 32 * draw(st.integers(1, 3))
-    groups, size = draw(st.integers(1, 5)), 0
-    order = rng.integers(0, groups, inputs).astype(np.int32)
-    if is_in_order := draw(st.booleans()):
-        size = draw(POWERS)
-        order, groups = np.arange(inputs, dtype=np.int32) // size, -(-inputs // size)
+    size, is_in_order = draw(POWERS), draw(st.booleans())
+    order, groups = np.arange(inputs, dtype=np.int32) // size, -(-inputs // size)
+    if not is_in_order:
+        rng.shuffle(order)
     codes = rng.integers(0, 1 << bits, (inputs, outputs))
     stored = rng.integers(0, 1 << bits, (groups, outputs))
     zero = stored if is_v2 else (stored + 1) % (1 << bits)

@@ -157,12 +157,20 @@ def _is_exponent(elements: np.ndarray) -> np.ndarray:
     return elements.view(np.uint8) != 255
 
 
-def _is_below(most: int, elements: np.ndarray) -> np.ndarray:
-    return (elements >= 0) & (elements < most)
+def _is_group(groups: int, most: int, elements: np.ndarray) -> np.ndarray:
+    is_one = (elements >= 0) & (elements < groups)
+    known = elements[is_one]
+    is_one[is_one] = np.bincount(known, minlength=groups)[known] <= most
+    return is_one
 
 
 def as_groups(stored: StoredWeight, length: int, groups: int) -> WeightPart:
-    """The part that gives the group of each index on an axis."""
+    """The part that gives the group of each index on an axis.
+
+    All but one of the groups are of the same size, so that none is larger than `most`. Early
+    writers of GPTQ left zeros: some programs take the groups in order then, and others the first.
+    """
     part = stored.part("g_idx", (length,), ("int32", "int64"))
-    why = f"a group from 0 to {groups - 1}"
-    return replace(part, valid=partial(_is_below, groups), why=why)
+    most = (length - 1) // (groups - 1) if groups > 1 else length
+    why = f"a group from 0 to {groups - 1}, of at most {most} elements"
+    return replace(part, valid=partial(_is_group, groups, most), why=why)

@@ -164,6 +164,7 @@ def test_a_scale_that_is_no_number_is_named_when_it_is_read_and_only_then(tmp_pa
 @pytest.mark.parametrize(("case", "change", "words"), [
     ("mxfp4_gpt_oss", spoilt("_scales", (..., 0), 255), r"_scales has 255 at .*an exponent below 255"),
     ("gptq_4",        spoilt("g_idx", 3, -1), r"g_idx has -1 at \[3\], which should be a group from 0"),
+    ("gptq_4",        spoilt("g_idx", ..., 0), r"g_idx has 0 at \[0\], which should be a group from 0 to \d+, of at most"),
 ])  # fmt: skip
 def test_an_exponent_or_a_group_that_is_none_is_named(case, change, words, tmp_path):
     checkpoint = ucp.open(changed(case, tmp_path, change), dequantize="bfloat16")
