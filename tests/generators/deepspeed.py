@@ -382,7 +382,7 @@ def whole_state(engine, names) -> dict[str, object]:
         for state, value in {**dequantised(states), **meanings}.items():
             if not hasattr(value, "shape") or value.shape == ():
                 result[f"{state}/{name}"] = np.asarray(float(value))
-            elif of_parameter(value) is not None or at is None:
+            else:  # what is not of elements is of the whole group
                 whole = of_parameter(value)
                 result[f"{state}/{name}"] = elements_of(value) if whole is None else whole
     return result
