@@ -93,10 +93,11 @@ _SCALING = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_ext_factor": "extrapolation_factor",
     "rope.scaling.yarn_attn_factor": "attention_factor",
-    "rope.scaling.attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+# `rope.scaling.attn_factor` is not one of them: llama.cpp multiplies yarn's own factor by it, and
+# some writers store Hugging Face's `attention_factor`, which stands for both.
 _SCALING_TYPE = "rope.scaling.type"
 # The order of rows in the query and the key of Llama: that of Meta, which `llama` always has.
 _LAYOUT = "tensor_data_layout", "Meta AI original pth"

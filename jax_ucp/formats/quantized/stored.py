@@ -167,8 +167,8 @@ def _is_group(groups: int, most: int, elements: np.ndarray) -> np.ndarray:
 def as_groups(stored: StoredWeight, length: int, groups: int) -> WeightPart:
     """The part that gives the group of each index on an axis.
 
-    All but one of the groups are of the same size, so that none is larger than `most`. Early
-    writers of GPTQ left zeros: some programs take the groups in order then, and others the first.
+    All but one of the groups are of the same size, so that none is larger than `most`. Where all
+    are zero, some programs take groups in order, and others the first.
     """
     part = stored.part("g_idx", (length,), ("int32", "int64"))
     most = (length - 1) // (groups - 1) if groups > 1 else length

@@ -74,6 +74,7 @@ def test_other_factors_are_refused_where_a_mapping_would_leave_them_out(tmp_path
 @pytest.mark.parametrize(("architecture", "changes", "why"), [
     ("mamba",  {}, "'mamba' says nothing here"),
     ("llama",  {"logit_scale": ("f32", 2.0)}, "'logit_scale' is not known here"),
+    ("qwen2",  {"rope__scaling__attn_factor": ("f32", 1.0)}, "'rope.scaling.attn_factor' is not known here"),
     ("llama",  {"attention__sliding_window": ("u32", 8)}, "'attention.sliding_window' is not"),
     ("llama",  {"attention__head_count": (["u32"], [2, 4])}, "not a number that holds for all"),
     ("llama",  {"attention__head_count": None}, "attention.head_count is not a length"),
