@@ -11,14 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jax_ucp.arrays.optimizer_groups import Group, settings_by_parameter
-from jax_ucp.optimizers.settings import TRIES, small
-from jax_ucp.optimizers.slots import OptaxLeaf, few, param_leaves, slots_of
+from jax_ucp.optimizers.slots import few
+from jax_ucp.optimizers.small_run import TRIES, Moments, SmallRun
 
 # Small enough not to be clipped; moments in float16 have few digits below 6e-5.
 _GRADIENT, _GRADIENT_FLOAT16 = 2e-6, 1e-3
@@ -31,16 +29,12 @@ _OWNERS = {
     "momentum_buffer": ("TraceState", "SGD", "lars and traces after a learning rate"),
 }
 
-Moments = Mapping[tuple[str, str], float]
 
-
-def rule_faults(
-    tx: optax.GradientTransformation, params: Any, groups: Sequence[Group] = ()
-) -> Iterator[str]:
-    """Messages about moments that `tx` does not sum as Adam or SGD does, or whose betas, momentum
-    or Nesterov's step differ from `groups`; `params` is the model's tree of arrays or shapes.
+def rule_faults(run: SmallRun, groups: Sequence[Group] = ()) -> Iterator[str]:
+    """Messages about moments that an optimizer does not sum as Adam or SGD does, or whose betas,
+    momentum or Nesterov's step differ from `groups`.
     """
-    probe = _Probe(tx, params)
+    probe = _Probe(run)
     if not probe.keys:
         return
     # the moments after an update of ones without gradient, of zeros by a gradient of twice the size
@@ -112,28 +106,25 @@ def _is_about(ratio: float, wanted: float) -> bool:
 
 
 class _Probe:
-    """An optimizer that is run on small arrays. `keys` are its moments in states of Adam's and
+    """An optimizer that is run for single updates. `keys` are its moments in states of Adam's and
     SGD's types, by role and parameter; `precision` has that of their dtypes; `gradient` is a small
     number that these dtypes represent.
     """
 
-    def __init__(self, tx: optax.GradientTransformation, params: Any):
-        self._tx, self._step, self._read = tx, jax.jit(self._stepped), jax.jit(_first_numbers)
-        self._params = jax.tree.map(lambda p: jnp.zeros(small(p.shape), jnp.float32), params)
-        _, self._slots = slots_of(tx, self._params)
-        moments = [slot for slot in self._slots if _is_moment(slot)]
-        self.keys = [(slot.role, slot.param) for slot in moments]
-        self.precision = {
-            (slot.role, slot.param): float(jnp.finfo(slot.value.dtype).eps) for slot in moments
-        }
-        is_float16 = any(slot.value.dtype == jnp.float16 for slot in moments)
+    def __init__(self, run: SmallRun) -> None:
+        self._updates = run.updates_from
+        self._dtypes = {(slot.role, slot.param): slot.value.dtype for slot in run.moments}
+        self.keys = [*self._dtypes]
+        self.precision = {key: float(jnp.finfo(x).eps) for key, x in self._dtypes.items()}
+        is_float16 = jnp.float16 in self._dtypes.values()
         self.gradient = _GRADIENT_FLOAT16 if is_float16 else _GRADIENT
 
     def after(self, first: float, second: float, gradient: float) -> Moments:
         """The moments, each after the first update that changes it, by gradients of `gradient`,
         from first moments of `first` and second moments of `second`.
         """
-        begun = self._moments(self._with_moments(self._tx.init(self._params), first, second))
+        values = {key: second if key[0] == "exp_avg_sq" else first for key in self.keys}
+        begun = {key: float(np.asarray(x, self._dtypes[key])) for key, x in values.items()}
         changed: dict[tuple[str, str], float] = {}
         for _, moments in self._updates(first, second, gradient):
             changed = {key: m for key, m in moments.items() if m != begun[key]} | changed
@@ -158,47 +149,3 @@ class _Probe:
             if len(ahead) == len(keys):
                 break
         return ahead
-
-    def _with_moments(self, state: Any, first: float, second: float) -> Any:
-        values = [
-            jnp.full_like(leaf, second if slot.role == "exp_avg_sq" else first)
-            if _is_moment(slot)
-            else leaf
-            for slot, leaf in zip(self._slots, jax.tree.leaves(state), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(state), values)
-
-    def _updates(
-        self, first: float, second: float, gradient: float
-    ) -> Iterator[tuple[Mapping[str, float], Moments]]:
-        """Consecutive updates by the parameter's name, and the moments after each.
-
-        The moments are reset before each, so that only schedules and counts differ between updates.
-        """
-        state, names = self._tx.init(self._params), param_leaves(self._params)
-        for _ in range(TRIES):
-            # always floats, so that JAX compiles only one step
-            moved, state = self._step(state, float(first), float(second), float(gradient))
-            yield dict(zip(names, moved.tolist(), strict=True)), self._moments(state)
-
-    def _stepped(
-        self, state: Any, first: float, second: float, gradient: float
-    ) -> tuple[jax.Array, Any]:
-        """The first element of each parameter's update, and the state after it."""
-        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), self._params)
-        begun = self._with_moments(state, first, second)
-        updates, state = self._tx.update(gradients, begun, self._params)
-        return _first_numbers([*param_leaves(updates).values()]), state
-
-    def _moments(self, state: Any) -> Moments:
-        leaves = zip(self._slots, jax.tree.leaves(state), strict=True)
-        moments = [leaf for slot, leaf in leaves if _is_moment(slot)]
-        return dict(zip(self.keys, self._read(moments).tolist(), strict=True))
-
-
-def _first_numbers(arrays: Sequence[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.ravel(array)[0].astype(jnp.float32) for array in arrays])
-
-
-def _is_moment(slot: OptaxLeaf) -> bool:
-    return slot.owner in (optax.ScaleByAdamState, optax.TraceState) and bool(slot.param)

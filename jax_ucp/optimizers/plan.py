@@ -36,6 +36,7 @@ from jax_ucp.optimizers.slots import (
     slots_of,
     unlike,
 )
+from jax_ucp.optimizers.small_run import SmallRun
 from jax_ucp.sharding.fit import Rule
 from jax_ucp.sharding.jax_versions import mesh_in_scope
 from jax_ucp.sharding.restore import (
@@ -153,8 +154,9 @@ def plan_optimizer(
     unfit = unlike(param_leaves(params), stored.get("param", {}), lacking)
     faults = [*_refusals(contents.extras), *unfit]
     if check:
-        faults += [f"{fault}; or check=False" for fault in rule_faults(tx, params, contents.groups)]
-        faults += setting_faults(contents.groups, tx, params)
+        run = SmallRun(tx, params)
+        faults += [f"{fault}; or check=False" for fault in rule_faults(run, contents.groups)]
+        faults += setting_faults(contents.groups, run)
     given = _given(tx, params, [slot for slot in slots if slot.role == GIVEN])
     steps = _Steps(ProvedReads(contents), stored.get(STEP, {}), step)
     filled: list[Filled] = []

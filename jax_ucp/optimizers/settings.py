@@ -15,17 +15,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jax_ucp.arrays.optimizer_groups import Group, settings_by_parameter
-from jax_ucp.layout.fragments import Shape
-from jax_ucp.optimizers.slots import few, param_leaves, slots_of
+from jax_ucp.optimizers.slots import few
+from jax_ucp.optimizers.small_run import SmallRun, Updates
 
-# The most updates that are tried: a schedule may begin at zero, and MultiSteps updates only after
-# several steps.
-TRIES = 1000
 # Settings of Adam's moments and of SGD's; a gradient that is too small to be clipped, and the least
 # one whose second moment float32 has.
 _MOMENTS, _NOT_CLIPPED, _LEAST = ("betas", "momentum"), 1e-6, 1e-16
@@ -33,21 +29,18 @@ _MOMENTS, _NOT_CLIPPED, _LEAST = ("betas", "momentum"), 1e-6, 1e-16
 _TOLERANCE = 0.05
 
 Decay = Literal["none", "in proportion", "through the gradient"]
-Updates = Mapping[str, np.ndarray]
 
 
-def setting_faults(
-    groups: Sequence[Group], tx: optax.GradientTransformation, params: Any
-) -> Iterator[str]:
-    """Messages about parameters for which `tx` has another weight decay, eps or learning rate than
-    `groups` say.
+def setting_faults(groups: Sequence[Group], run: SmallRun) -> Iterator[str]:
+    """Messages about parameters for which an optimizer has another weight decay, eps or learning
+    rate than `groups` say.
 
-    Groups name parameters by their paths in `params`. For Adam and SGD the rate of weight decay is
-    measured by comparison with the update by a gradient of known size. Learning rates follow
-    schedules, so only their ratios between parameters are compared.
+    Groups name parameters by their paths in the model's tree. For Adam and SGD the rate of weight
+    decay is measured by comparison with the update by a gradient of known size. Learning rates
+    follow schedules, so only their ratios between parameters are compared.
     """
     settings_of = settings_by_parameter(groups)
-    updates = TrialUpdates(tx, params) if settings_of else None
+    updates = TrialUpdates(run) if settings_of else None
     if updates is None or not (decays := updates.decays()):
         return
     unit = updates.after(0.0, 1.0)
@@ -62,16 +55,16 @@ def setting_faults(
         rate, decoupled = settings.get("weight_decay"), settings.get("decoupled_weight_decay")
         if rate is not None and (fault := _fault(rate, decoupled, decays[name])):
             yield f"{name}: the checkpoint's optimizer {fault}"
-        elif not settings.keys().isdisjoint(_MOMENTS) and unit[name].any():
+        elif not settings.keys().isdisjoint(_MOMENTS) and unit[name]:
             if settings.get("bias_correction") in (False, 0):
                 unlike["bias_correction", False, "True, as all of optax"].append(name)
             # an update of SGD has the size of the gradient, unless that is clipped
             size = 1.0 if "betas" in settings else _NOT_CLIPPED
-            by_one = float(np.abs(updates.after(0.0, size)[name]).max()) / size
+            by_one = abs(updates.after(0.0, size)[name]) / size
             if isinstance(lr := settings.get("lr"), float) and lr:
                 rates[name] = lr, by_one
             if rate and decays[name] == "in proportion":
-                decayed = float(np.abs(updates.after(1.0, 0.0)[name]).max()) / by_one
+                decayed = abs(updates.after(1.0, 0.0)[name]) / by_one
                 if not _is_about(decayed, rate):
                     unlike["weight_decay", rate, f"about {decayed:.2g}"].append(name)
             if isinstance(eps := settings.get("eps"), float) and eps:  # CAME has two
@@ -79,7 +72,7 @@ def setting_faults(
                 times = updates.times.get(name, 1.0)
                 size = max(eps / times, _LEAST)
                 given = times * size
-                share = float(np.abs(updates.after(0.0, size)[name]).max()) / by_one
+                share = abs(updates.after(0.0, size)[name]) / by_one
                 if not _is_about(share, given / (given + eps)):
                     of_tx = given / share - given if share else np.inf
                     unlike["eps", eps, f"about {of_tx:.2g}"].append(name)
@@ -156,22 +149,20 @@ def _fault(rate: float, decoupled: bool | None, decay: Decay) -> str | None:
 
 
 class TrialUpdates:
-    """An optimizer that is run on small arrays, of the same number of axes as the parameters and of
-    length 1 or 2 on each.
+    """Updates of an optimizer without moments.
 
     `first` is the number of the first update that changes anything, or None if none of 1,000 does.
 
-    >>> params = {"w": jnp.ones(4), "b": jnp.ones(4)}
-    >>> TrialUpdates(optax.adamw(1e-3, mask={"w": True, "b": False}), params).decays()
+    >>> params = {"w": np.ones(4), "b": np.ones(4)}
+    >>> tx = optax.adamw(1e-3, mask={"w": True, "b": False})
+    >>> TrialUpdates(SmallRun(tx, params)).decays()
     {'b': 'none', 'w': 'in proportion'}
     """
 
-    def __init__(self, tx: optax.GradientTransformation, params: Any):
-        self._tx, self._update, self._params = tx, jax.jit(tx.update), params
-        _, self._slots = slots_of(tx, self._weights(1.0))
-        self._known: dict[tuple[float, float], tuple[Updates, Any]] = {}
-        updates = (update for update, _ in self._all(1.0, 1.0))
-        moves = (any(leaf.any() for leaf in update.values()) for update in updates)
+    def __init__(self, run: SmallRun) -> None:
+        self._run = run
+        self._known: dict[tuple[float, float], tuple[Updates, optax.OptState]] = {}
+        moves = (any(update.values()) for update, _ in run.updates(1.0, 1.0))
         self.first = next((i for i, is_move in enumerate(moves) if is_move), None)
 
     def after(self, weight: float, gradient: float) -> Updates:
@@ -183,10 +174,10 @@ class TrialUpdates:
         """How many times its gradient Adam is given of each parameter, as where several are summed:
         by its second moments, from which as many updates without gradients take a part.
         """
-        state, nothing = self._after(0.0, _NOT_CLIPPED)[1], self._weights(0.0)
+        state = self._after(0.0, _NOT_CLIPPED)[1]
         later, times = state, dict[str, float]()
         for _ in range((self.first or 0) + 1):
-            _, later = self._update(nothing, later, nothing)
+            _, later = self._run.update(later, 0.0, 0.0)
         before, after = self._squares(state), self._squares(later)
         for name, (square, count) in before.items():
             less, more = after[name]
@@ -197,7 +188,7 @@ class TrialUpdates:
 
     def _squares(self, state: Any) -> dict[str, tuple[float, float]]:
         """The second moment of each parameter of Adam, and the number of its updates."""
-        slots = zip(self._slots, jax.tree.leaves(state), strict=True)
+        slots = zip(self._run.slots, jax.tree.leaves(state), strict=True)
         of_adam = [
             (s, float(np.ravel(x)[0])) for s, x in slots if s.owner is optax.ScaleByAdamState
         ]
@@ -208,7 +199,7 @@ class TrialUpdates:
     def _after(self, weight: float, gradient: float) -> tuple[Updates, Any]:
         key = weight, gradient
         if key not in self._known:
-            self._known[key] = next(itertools.islice(self._all(*key), self.first, None))
+            self._known[key] = next(itertools.islice(self._run.updates(*key), self.first, None))
         return self._known[key]
 
     def decays(self) -> dict[str, Decay]:
@@ -218,25 +209,8 @@ class TrialUpdates:
         decays: dict[str, Decay] = {}
         twice = self.after(2.0, 0.0)
         for name, once in self.after(1.0, 0.0).items():
-            is_proportional = np.allclose(twice[name], 2 * once, rtol=0.1, atol=0)
+            is_proportional = abs(twice[name] - 2 * once) <= 0.2 * abs(once)
             decays[name] = "in proportion" if is_proportional else "through the gradient"
-            if not once.any():
+            if not once:
                 decays[name] = "none"
         return decays
-
-    def _weights(self, value: float) -> Any:
-        return jax.tree.map(lambda p: jnp.full(small(p.shape), value, jnp.float32), self._params)
-
-    def _all(self, weight: float, gradient: float) -> Iterator[tuple[Updates, Any]]:
-        """Consecutive updates, by the parameter's name, and the state after each."""
-        weights = self._weights(weight)
-        gradients = jax.tree.map(lambda p: jnp.full_like(p, gradient), weights)
-        state, names = self._tx.init(weights), param_leaves(weights)
-        for _ in range(TRIES):
-            deltas, state = self._update(gradients, state, weights)
-            yield dict(zip(names, map(np.asarray, jax.tree.leaves(deltas)), strict=True)), state
-
-
-def small(shape: Shape) -> list[int]:
-    """The shape of a small array, with elements, that stands for one of this shape."""
-    return [min(max(size, 1), 2) for size in shape]

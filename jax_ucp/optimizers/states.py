@@ -36,6 +36,7 @@ from jax_ucp.optimizers.slots import (
     slots_of,
     unlike,
 )
+from jax_ucp.optimizers.small_run import SmallRun
 from jax_ucp.sharding.jax_versions import enable_x64
 from jax_ucp.sharding.trees import TreeNode, walk
 from jax_ucp.tree import Key, Leaf, Path, leaf_names, tree_of
@@ -65,7 +66,7 @@ def torch_states(
         model = tree_of(dict(structs))
     with enable_x64(run.wide(opt_state)):
         state, slots = slots_of(tx, model)
-        unlike = list(rule_faults(tx, model))
+        unlike = list(rule_faults(SmallRun(tx, model)))
     stored = run.matched(opt_state, state)
     run.refuse(f"the state of this optimizer is not what is at {opt_state}")
     run.faults += unlike

@@ -10,6 +10,7 @@ from helpers import contents_of
 from jax_ucp.checkpoint import Checkpoint
 from jax_ucp.errors import TreeMismatch
 from jax_ucp.optimizers.adam_rule import rule_faults
+from jax_ucp.optimizers.small_run import SmallRun
 
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(3, jnp.bfloat16)}
@@ -51,13 +52,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", ADAMS)
 def test_what_sums_as_adam_does_is_taken(name):
-    assert list(rule_faults(ADAMS[name], PARAMS)) == []
+    assert list(rule_faults(SmallRun(ADAMS[name], PARAMS))) == []
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_sums_otherwise_is_told(name):
     tx, moment, params = OTHERS[name]
-    (fault,) = rule_faults(tx, PARAMS)
+    (fault,) = rule_faults(SmallRun(tx, PARAMS))
     assert fault.startswith(f"{params}: ")
     owner = "SGD" if moment == "momentum_buffer" else "Adam"
     assert f"not the {moment} of {owner}" in fault
@@ -65,7 +66,7 @@ def test_what_sums_otherwise_is_told(name):
 
 @pytest.mark.parametrize("before", [optax.clip(1e-6), optax.scale(-1.0)])
 def test_it_is_told_that_what_comes_before_adam_may_be_why(before):
-    told = list(rule_faults(optax.chain(before, optax.adam(1e-3)), PARAMS))
+    told = list(rule_faults(SmallRun(optax.chain(before, optax.adam(1e-3)), PARAMS)))
     assert told
     for fault in told:
         assert "by gradients of 2e-06" in fault

@@ -18,6 +18,7 @@ from jax_ucp.formats.megatron.parameters import settings_of
 from jax_ucp.formats.megatron.run import Args
 from jax_ucp.optimizers.adam_rule import rule_faults
 from jax_ucp.optimizers.settings import TrialUpdates, setting_faults
+from jax_ucp.optimizers.small_run import SmallRun
 
 # Elastic files keep no groups. The optimizer of `fsdp1_sharded` had one group.
 DEEPSPEED = sorted({*names_of("deepspeed")} - {"z1_fp32_dp2_elastic"})
@@ -122,11 +123,11 @@ def test_a_conversion_and_a_mapping_keep_them(tmp_path):
      "in proportion", "none"),
 ])  # fmt: skip
 def test_an_optimizer_is_seen_to_decay(tx, w, b):
-    assert TrialUpdates(tx, PARAMS).decays() == {"w": w, "b": b}
+    assert TrialUpdates(SmallRun(tx, PARAMS)).decays() == {"w": w, "b": b}
 
 
 def test_an_optimizer_that_moves_nothing_says_nothing():
-    assert TrialUpdates(optax.adamw(0.0), PARAMS).decays() == {}
+    assert TrialUpdates(SmallRun(optax.adamw(0.0), PARAMS)).decays() == {}
 
 
 @pytest.mark.parametrize(("tx", "message"), [
@@ -156,7 +157,8 @@ def trained_with(eps: float = 1e-8) -> list[Group]:
 
 
 def faults(tx, groups, params=PARAMS):
-    return [*rule_faults(tx, params, groups), *setting_faults(groups, tx, params)]
+    run = SmallRun(tx, params)
+    return [*rule_faults(run, groups), *setting_faults(groups, run)]
 
 
 def adamw(rate=1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, **more):
@@ -271,7 +273,7 @@ def test_nesterovs_step_is_told_from_the_plain_by_any_momentum(dtype, momentum, 
     rates, how = ((0.1, nesterov), (rate, not nesterov)), {"accumulator_dtype": dtype}
     sgds = [optax.sgd(each, momentum, nesterov=step, **how) for each, step in rates]
     settings = OF_SGD | {"momentum": momentum, "nesterov": nesterov}
-    [told] = rule_faults(partition(*sgds), PARAMS, of_all(settings))
+    [told] = rule_faults(SmallRun(partition(*sgds), PARAMS), of_all(settings))
     assert told.startswith(f"b: the checkpoint's optimizer has nesterov={nesterov}, tx")
 
 
@@ -280,21 +282,21 @@ def test_nadam_is_told_from_adam_by_any_momentum(dtype, momentum, rate):
     makers = (0.1, optax.adam), (rate, optax.nadam)
     adams = [make(each, b1=momentum, mu_dtype=dtype) for each, make in makers]
     settings = OF_ADAM | {"betas": [momentum, 0.999]}
-    [told] = rule_faults(partition(*adams), PARAMS, of_all(settings))
+    [told] = rule_faults(SmallRun(partition(*adams), PARAMS), of_all(settings))
     assert told.startswith("b: the checkpoint's optimizer has nesterov=False, tx True")
 
 
 def test_what_is_not_trained_does_not_decide_for_what_is():
     # a mask hands on the gradient of "b"
     masked = optax.masked(optax.nadam(WARM), WEIGHTS)
-    [told] = rule_faults(masked, PARAMS, of_all(OF_ADAM))
+    [told] = rule_faults(SmallRun(masked, PARAMS), of_all(OF_ADAM))
     assert told.startswith("w: the checkpoint's optimizer has nesterov=False, tx True")
 
 
 def test_nothing_is_told_of_steps_that_are_not_made():
     frozen = optax.chain(optax.sgd(0.1, 0.9), optax.masked(optax.set_to_zero(), WEIGHTS))
     settings = OF_SGD | {"nesterov": True}
-    [told] = rule_faults(frozen, PARAMS, of_all(settings))
+    [told] = rule_faults(SmallRun(frozen, PARAMS), of_all(settings))
     assert told.startswith("b: the checkpoint's optimizer has nesterov=True, tx False")
 
 
