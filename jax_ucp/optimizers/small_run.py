@@ -34,13 +34,13 @@ class SmallRun:
         self._tx = tx
         self._small = jax.tree.map(lambda p: np.zeros(_small(p.shape), np.float32), params)
         self._names = [*param_leaves(self._small)]
-        self._init, self._step = jax.jit(self._initial), jax.jit(self._stepped)
+        self._begun, self._step = jax.jit(tx.init)(self._small), jax.jit(self._stepped)
         _, self.slots = slots_of(tx, self._small)
         self.moments = [slot for slot in self.slots if _is_moment(slot)]
 
     def updates(self, weight: float, gradient: float) -> Iterator[tuple[Updates, optax.OptState]]:
         """Consecutive updates, and the state after each."""
-        state = self._init(weight)
+        state = self._begun
         for _ in range(TRIES):
             updates, state = self.update(state, weight, gradient)
             yield updates, state
@@ -67,7 +67,7 @@ class SmallRun:
             else None
             for slot in self.slots
         ]
-        state, keys = self._init(0.0), [(slot.role, slot.param) for slot in self.moments]
+        state, keys = self._begun, [(slot.role, slot.param) for slot in self.moments]
         for _ in range(TRIES):
             pairs = zip(begun, jax.tree.leaves(state), strict=True)
             leaves = [leaf if moment is None else moment for moment, leaf in pairs]
@@ -76,9 +76,6 @@ class SmallRun:
             updates, moments, state = self._step(state, 0.0, float(gradient))
             of_params = dict(zip(self._names, updates.tolist(), strict=True))
             yield of_params, dict(zip(keys, moments.tolist(), strict=True))
-
-    def _initial(self, weight: float) -> optax.OptState:
-        return self._tx.init(self._filled(weight))
 
     def _stepped(
         self, state: optax.OptState, weight: float, gradient: float
