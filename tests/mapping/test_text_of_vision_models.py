@@ -220,11 +220,16 @@ def test_another_arithmetic_of_the_text_is_refused_by_the_next_mapping(change, n
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "qwen3_omni_moe"])
-@pytest.mark.parametrize("rope", [{"rope_type": "default"}, None])
-def test_a_config_without_a_base_of_the_rotation_is_refused(model, rope, tmp_path):
+@pytest.mark.parametrize(("change", "name"), [
+    ({"rope_parameters": {"rope_type": "default"}}, "rope_theta"),
+    ({"rope_parameters": None}, "rope_theta"),
+    ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
+    ({"layer_types": ["sliding_attention"]}, "sliding_window"),
+])  # fmt: skip
+def test_what_the_text_model_alone_takes_otherwise_is_refused(model, change, name, tmp_path):
     text = {of: text for of, text, _ in CASES}[model]
-    with pytest.raises(LayoutError, match="requires rope_theta: "):
-        changed(tmp_path / "model", {"rope_parameters": rope}, model).map(text)
+    with pytest.raises(LayoutError, match=f"requires {name}: "):
+        changed(tmp_path / "model", change, model).map(text)
 
 
 MODELS_OF_A_HEAD = ["qwen35_moe", "qwen3", "qwen3_moe", "qwen3_omni_moe", "kimi_k2"]
