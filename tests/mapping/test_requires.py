@@ -396,13 +396,13 @@ REQUIREMENTS = {
     "hf-qwen3-moe-to-maxtext": "a0556ebfed402dbb", "hf-qwen3-moe-to-tunix": "a1931ecb60b564c4",
     "hf-qwen3-next-to-maxtext": "3eefcddd26eaf73d", "hf-qwen3-to-maxtext": "d8634fd7da0596c8",
     "hf-qwen3-to-tunix": "6fd39447adb9a817", "hf-qwen3.5-moe-to-maxtext": "fd95c01152e3cef3",
-    "megatron-deepseek3-to-hf": "66d1a0078dac7261", "megatron-gpt-oss-to-hf": "b77c8bda35eee85c",
-    "megatron-gpt-to-reference": "0ae9c0ff19ca220d", "megatron-gpt2-to-hf": "b26e1890ce26ff0e",
-    "megatron-llama-to-hf": "e631232e8a33eb61", "megatron-mixtral-to-hf": "3caadd865031181b",
-    "megatron-qwen2-to-hf": "41199c38c248f8b2", "megatron-qwen3-moe-to-hf": "8186d041e966be4b",
-    "megatron-qwen3-to-hf": "16ecfcf49a3dabe0", "vlm-qwen3-vl-to-hf": "a232703a6e5f1920",
+    "megatron-deepseek3-to-hf": "ea2d9a9b7b88f76f", "megatron-gpt-oss-to-hf": "b82ad7870541e9f7",
+    "megatron-gpt-to-reference": "0ae9c0ff19ca220d", "megatron-gpt2-to-hf": "018a2f917a9f1570",
+    "megatron-llama-to-hf": "ba1fe37580c5d180", "megatron-mixtral-to-hf": "0da2901495279883",
+    "megatron-qwen2-to-hf": "5b18b1bf3c7689e6", "megatron-qwen3-moe-to-hf": "b5a824be6da49f75",
+    "megatron-qwen3-to-hf": "f1b034d09e7b889e", "vlm-qwen3-vl-to-hf": "a883d134db1e95e0",
     "vlm-gemma4-to-hf": "7eb898da8559497c", "vlm-llama4-to-hf": "71a33f57653d14ab",
-    "vlm-qwen3-vl-moe-to-hf": "2e0a5a2a85551d43",
+    "vlm-qwen3-vl-moe-to-hf": "90286aa660f0a031",
     "vlm-qwen3.5-moe-to-hf": "223720f1cd91acca",
     "gguf-deepseek2-to-hf": "9b70e95b55a73f5d",
     "gguf-glm4-to-hf": "b2cd0b308dd07a8c",
@@ -411,7 +411,7 @@ REQUIREMENTS = {
     "gguf-phi3-to-hf": "1987b10fc86ebc7f",
     "vlm-gemma3-to-hf": "8fca3364e9867ce6", "vlm-gemma3-to-tunix": "2dd7c39cee0cf1d6",
     "hf-gemma4-to-tunix": "e0bd896a64c92f81", "hf-gemma4-small-to-tunix": "2730dae5a3ee8d78",
-    "vlm-qwen3-omni-moe-to-hf": "45cab2ee6caf551a", "vlm-kimi-k2.5-to-hf": "112aa4b46170a58e",
+    "vlm-qwen3-omni-moe-to-hf": "e31aef5115fbde3b", "vlm-kimi-k2.5-to-hf": "112aa4b46170a58e",
 }  # fmt: skip
 
 
