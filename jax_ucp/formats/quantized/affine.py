@@ -225,9 +225,8 @@ class Affine:
             boxes["zero"] = self.zero_codes.box(small, self.grid.shape(self.shape))
         if "factor" in self.parts:
             boxes["factor"] = Box.whole(self.parts["factor"].shape)
-        if isinstance(self.grid, Gathered):
-            axis = self.grid.axis
-            boxes["group"] = Box((box.start[axis],), (box.stop[axis],))
+        if isinstance(self.grid, Gathered):  # only all of them show whether they are groups
+            boxes["group"] = Box.whole(self.parts["group"].shape)
         return boxes
 
     def values(self, box: Box, parts: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -257,7 +256,9 @@ class Affine:
         parts: Mapping[str, np.ndarray],
     ) -> None:
         if isinstance(self.grid, Gathered):
-            self.grid.apply(change, values, small, parts["group"])
+            axis = self.grid.axis
+            group = parts["group"][box.start[axis] : box.stop[axis]]
+            self.grid.apply(change, values, small, group)
         else:
             self.grid.apply(change, values, small, box)
 

@@ -243,6 +243,17 @@ def test_a_block_that_gives_as_many_scales_and_other_numbers_is_refused(case, ch
     assert whole
 
 
+def test_groups_that_are_none_are_refused_by_a_read_of_one_of_them(tmp_path):
+    def to_zeros(arrays: dict[str, np.ndarray]) -> None:
+        for name in [name for name in arrays if name.endswith(".g_idx")]:
+            arrays[name][:] = 0
+
+    checkpoint = ucp.open(changed("gptq_4", tmp_path, to_zeros), dequantize="float16")
+    leaf = next(leaf for leaf in checkpoint.leaves if leaf.label.endswith("q_proj.weight"))
+    with pytest.raises(CorruptData, match=r"g_idx has 0 at \[0\], which should be a group"):
+        checkpoint.read(leaf.label, Box((0, 32), (leaf.shape[0], 64)))
+
+
 def test_six_bits_whose_order_nothing_says_are_refused_and_four_bits_are_numbers(tmp_path):
     codes = np.arange(48, dtype=np.uint8).reshape(4, 12)
     (tmp_path / "a").mkdir()
