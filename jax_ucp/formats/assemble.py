@@ -66,8 +66,8 @@ class ContentsBuilder:
     `master` is the parameter, or the `copy` where there is one of all of it. `unknown` are names of
     classes in the files that are not known here, `quantized` the weights that are stored as codes,
     `ties` by parameter what is equal of two names of one tensor, `cause` the likely reason why
-    copies differ, `said` the user's words that are part of the result, `settings`
-    those of the optimizer by parameter.
+    copies differ, `said` the user's words that are part of the result, `settings` those of the
+    optimizer by parameter.
     """
 
     def __init__(

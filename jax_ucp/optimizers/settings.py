@@ -67,15 +67,11 @@ def setting_faults(groups: Sequence[Group], run: SmallRun) -> Iterator[str]:
                 decayed = abs(updates.after(1.0, 0.0)[name]) / by_one
                 if not _is_about(decayed, rate):
                     unlike["weight_decay", rate, f"about {decayed:.2g}"].append(name)
-            if isinstance(eps := settings.get("eps"), float) and eps:  # CAME has two
-                # an update by g has the size g / (g + eps)
-                times = updates.times.get(name, 1.0)
-                size = max(eps / times, _LEAST)
-                given = times * size
-                share = abs(updates.after(0.0, size)[name]) / by_one
-                if not _is_about(share, given / (given + eps)):
-                    of_tx = given / share - given if share else np.inf
-                    unlike["eps", eps, f"about {of_tx:.2g}"].append(name)
+            eps = settings.get("eps")
+            if not isinstance(eps, float) or not eps:  # CAME has two
+                continue
+            if (of_tx := updates.other_eps(name, eps, by_one)) is not None:
+                unlike["eps", eps, f"about {of_tx:.2g}"].append(name)
     for other, names in others.items():
         yield (
             f"{few(names)}: the checkpoint's optimizer is {other}, whose states have the names of"
@@ -168,6 +164,19 @@ class TrialUpdates:
     def after(self, weight: float, gradient: float) -> Updates:
         """The update `first` of each parameter, if all weights and gradients have these values."""
         return self._after(weight, gradient)[0]
+
+    def other_eps(self, name: str, eps: float, by_one: float) -> float | None:
+        """The eps of `tx` if it is another than this; `by_one` is the size of an update by 1.
+
+        An update by g has the size g / (g + eps) of that.
+        """
+        times = self.times.get(name, 1.0)
+        size = max(eps / times, _LEAST)
+        given = times * size
+        share = abs(self.after(0.0, size)[name]) / by_one
+        if _is_about(share, given / (given + eps)):
+            return None
+        return given / share - given if share else np.inf
 
     @cached_property
     def times(self) -> Mapping[str, float]:

@@ -69,8 +69,9 @@ def _is_iteration(folder: FilePath) -> bool:
 
 
 def is_fsdp(path: FilePath) -> bool:
-    """Whether `.metadata` names Megatron's counter, or keys of torch_dist without its config; or
-    is no pickle, below a directory that has a tracker.
+    """Whether a directory is a save of Megatron in DCP's files alone: `.metadata` names the
+    iteration, or keys of torch_dist where no config says that. That of a run's root need only be
+    unreadable, since no other format would say so.
     """
     if not path.is_dir():
         return False
